@@ -154,7 +154,7 @@ def simulated(settings: Settings, hosts: int, mbit: float, *, late: bool) -> tup
     with torch.device("meta"):
         net = model_costs(settings.work.model, settings.work.network(), settings.work.data(0)[0].shape[1:])
     link = json.loads((settings.folder / "link.json").read_text())
-    measured = profiled([(settings.folder, settings.work.batch)], net)
+    measured = profiled([f"{settings.folder}:{settings.work.batch}"], net)
     simulator = Simulator(here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, "ring"), 0.0, profile=measured)
     step = simulator.step(hosts, hosts * settings.work.batch)
     course = step.inputs

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from common import finish, parse
-from kasoku.distributed import Fixed, Graded, OneBucket, Policy
+from kasoku.distributed import Fixed, Graded, Hierarchical, OneBucket, Policy
 from kasoku.distributed.ddp.bucket_plan import ready_order
 from kasoku.distributed.ddp.cost_model import BucketPlan, Sized
 from kasoku.models import resnet50
@@ -73,7 +73,7 @@ class Row:
 
 
 DDP, ONE = Sharing(Fixed()), Sharing(OneBucket())
-ABCI = Sharing(NormsApart(), algorithm="hierarchical")
+ABCI = Sharing(NormsApart(), reducer=Hierarchical())
 ROWS = (
     Row("V100, 1 GPU", "dgx1-v100", 1, 192, 1e3 * 192 / 1376, DDP, calibrates=True),
     Row("V100, 1 GPU", "dgx1-v100", 1, 256, 1e3 * 256 / 1492, DDP, calibrates=True),

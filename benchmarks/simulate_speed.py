@@ -17,6 +17,7 @@ import torch
 torch.set_num_threads(1)
 
 from common import finish, parse, seconds_per_call, spread  # noqa: E402
+from kasoku.distributed import Hierarchical  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
 from kasoku.simulate import Sharing, Simulator, collectives, compressed, load, model_costs, stragglers  # noqa: E402
 from kasoku.simulate.from_recipe import sizes  # noqa: E402
@@ -29,7 +30,7 @@ def main() -> None:
     parse(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter))
     with torch.device("meta"):
         net = model_costs("resnet50", resnet50(), (3, 224, 224)).with_gradients(2)
-    simulator = Simulator(load("abci"), net, Sharing(algorithm="hierarchical"))
+    simulator = Simulator(load("abci"), net, Sharing(reducer=Hierarchical()))
     counts = sizes(simulator.cluster, 1, 4096)
 
     def forget() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from svg import Panel, draw
 
-from kasoku.distributed import Graded, OneBucket, PerLayer
+from kasoku.distributed import Graded, Hierarchical, OneBucket, PerLayer
 from kasoku.models import alexnet, resnet50
 from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, load, model_costs
 from kasoku.simulate.cluster import ClusterNode, Gpu
@@ -34,8 +34,8 @@ from kasoku.simulate.from_recipe import efficiency, sizes
 DOCS = Path(__file__).parent
 GPUS, IMAGES, STEPS = 2048, 42, 15  # of the MLPerf entry: images a GPU, steps an epoch
 WAYS = {
-    "one group after backward": Sharing(OneBucket(), algorithm="hierarchical"),
-    "graded groups behind backward": Sharing(Graded(), algorithm="hierarchical"),
+    "one group after backward": Sharing(OneBucket(), reducer=Hierarchical()),
+    "graded groups behind backward": Sharing(Graded(), reducer=Hierarchical()),
 }
 FIRST_S, EPOCH_S = 0.7445 + 0.6, 0.7445  # published: the first epoch and later ones
 K20X_MS = 36.0 / 5120 * 1e3 * 3.52 / 3.95  # an image of AlexNet

@@ -28,14 +28,14 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 830,
     "device": 610,
     "data": 5240,
-    "distributed": 5815,
+    "distributed": 5825,
     "memory": 2295,
     "config": 1405,
-    "tune": 2030,
-    "simulate": 1840,
+    "tune": 2000,
+    "simulate": 1745,
     "report": 2465,
     "training": 2360,
-    "commands": 1975,
+    "commands": 1950,
     "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -174,7 +174,7 @@ def test_a_noise_scale_sums_the_epochs_of_a_batch_that_grows(tmp_path: Path) -> 
     for milestones in ("[0.5]", "[10]"):
         schedule = f"{{use='kasoku.core.StepDecay', milestones={milestones}, gamma=2.0}}"
         grow = ["--set", f"techniques=[{{use='kasoku.data.GrowBatch', schedule={schedule}}}]"]
-        recipes, _ = candidates(DIGITS, [*options[-1:], grow[1]], 64.0)
+        recipes = candidates(DIGITS, [*options[-1:], grow[1]], 64.0)
         for recipe in recipes:
             half = recipe.epochs / 2 if milestones == "[0.5]" else 10
             grown = sum(min(1, recipe.epochs - e) for e in range(math.ceil(recipe.epochs)) if e >= half)
@@ -182,6 +182,24 @@ def test_a_noise_scale_sums_the_epochs_of_a_batch_that_grows(tmp_path: Path) -> 
             assert worth == pytest.approx(10 / (1 + 32 / 64) + 10 / (1 + 64 / 64), rel=0.01)
         found = planned(tmp_path / milestones[1:-1], DIGITS, *options, *grow)
         assert "steps" in found["shown"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("setting", "kinds"),
+    [
+        ("schedule={use='kasoku.core.ArcCotangent'}", False),
+        ("techniques=[{use='kasoku.data.LowResolution', side=6, until=0.5}]", True),
+        (
+            "techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.StepDecay', milestones=[10], "
+            "gamma=2.0}}]",
+            True,
+        ),
+    ],
+)
+def test_schedules_and_steps_that_change_are_planned(setting: str, kinds: bool, tmp_path: Path) -> None:
+    (tmp_path / "desk.toml").write_text(DESK)
+    found = planned(tmp_path / "p", DIGITS, "--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", setting)
+    assert ("steps" in found["shown"]) == kinds  # type: ignore[operator]
 
 
 def test_no_gpu_takes_more_images_at_once_than_it_surely_holds(
@@ -355,6 +373,9 @@ def test_a_run_of_another_size_than_planned_is_told(tmp_path: Path, capsys: pyte
         assert main(["plan", "--compare", str(run)]) == 2
         assert said in capsys.readouterr().err
     (run / "plan.json").write_text(json.dumps(plan))
+    (run / "ledger.json").write_text('{"rows": {"forward": "long"}}')
+    assert main(["plan", "--compare", str(run)]) == 2
+    assert "ledger.json: it has no rows of seconds: train anew" in capsys.readouterr().err
     took = ("import", "model", "rendezvous", "tuning", "compile", "update", "copy")
     rows = {row: 2.0**i for i, row in enumerate(took)}
     (run / "ledger.json").write_text(json.dumps({"rows": rows, "ranks": [0, 1]}))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from contracts import Net
-from kasoku.tune.measurement import BRIEF, STEPS, Limits, Measurement, interval
+from kasoku.tune.measurement import BRIEF, STEPS, Measurement, SizeSearch, interval
 
 WARM = 1  # steps thrown away at each look
 SWEEP_STEPS = 30
@@ -85,10 +85,10 @@ class Planted:
         times = interval(taken_s)
         return Measurement(batch, *times, utilisation=self.usage(batch), noise=self.noise, steps=seen)
 
-    def limits(
+    def tries(
         self, start: int = 32, *, least: int = 8, most: int = 512, multiple: int = 1, until_s: float = math.inf
-    ) -> Limits:
-        return Limits(start, least, most, multiple, 50_000, until_s, self.clock)
+    ) -> SizeSearch:
+        return SizeSearch(self, start, least, most, multiple, 50_000, until_s, self.clock)
 
     def sweep(self, most: int) -> tuple[list[int], float]:
         """Sizes 8 x 1.25^k up to `most` and to what fits, and the seconds of 30 steps of each."""

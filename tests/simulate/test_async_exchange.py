@@ -29,11 +29,10 @@ B, B_IN = 5e9, 100e9  # of a NIC and of a GPU's port, in one direction
 GPU = Gpu("any", 5.0, 0.3, 1, 512, 300, 2000)
 
 
-def ideal(nodes: int, gpus: int = 1, nics: int = 1, racks: Racks | None = None) -> Cluster:
+def ideal(nodes: int, gpus: int = 1, nics: int = 1, racks: Racks | None = None, slower: float = 1) -> Cluster:
     plain = Protocol("plain", 1e6 * START, (1e6 * A_IN, 1e6 * A), (0.0, 0.0))
-    return Cluster(
-        "ideal", nodes, ClusterNode(gpus, B_IN / 1e9, nics, B / 1e9), own_gpu=GPU, own_protocol=plain, racks=racks
-    )
+    node = ClusterNode(gpus, B_IN / 1e9, nics, B / 1e9 / slower)
+    return Cluster("ideal", nodes, node, own_gpu=GPU, own_protocol=plain, racks=racks)
 
 
 @cache
@@ -119,7 +118,7 @@ def test_some_exchanges_show_and_some_are_hidden_altogether() -> None:
     ("hidden", "every", "stream", "slower"), covering([True, False], [1, 2, 3], [False, True], [1, 2, 4, 20])
 )
 def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, stream: bool, slower: int) -> None:
-    cluster = ideal(8).altered(f"network/{slower}")
+    cluster = ideal(8, slower=slower)
     step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every, stream=stream), cluster)
     steps = every * (len(step.inputs.plan.buckets) if stream else 1)
     drawn = step.inputs.forecast(timeline=True).spans
@@ -142,7 +141,7 @@ def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, s
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("slower", [1, 4, 20, 1000])
 def test_a_rank_makes_as_many_steps_as_an_exchange_lasts(stream: bool, slower: int) -> None:
-    cluster = ideal(8).altered(f"network/{slower}")
+    cluster = ideal(8, slower=slower)
     pace = Asynchronous(buckets=Fixed(2**23), stream=stream)
     once = stepped(replace(pace, every=1), cluster)
     exchange_s = once.link_s / once.compute_s
@@ -189,7 +188,7 @@ def test_the_groups_are_those_of_the_engine(policy: Policy, wire: Any) -> None:
 
 
 def test_a_faster_network_shows_less_of_an_exchange() -> None:
-    slow, fast = (stepped(Asynchronous(every=1), ideal(8).altered(f"network*{factor}")) for factor in (0.5, 1))
+    slow, fast = (stepped(Asynchronous(every=1), ideal(8, slower=slower)) for slower in (2, 1))
     assert slow.exposed_s > fast.exposed_s > 0
 
 

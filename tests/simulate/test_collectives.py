@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from kasoku.core import InputError
+from kasoku.distributed import Hierarchical
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks, load
-from kasoku.simulate.collectives import rates, seconds
+from kasoku.simulate.collectives import AlgorithmCost, rates, seconds
+from kasoku.simulate.compressed import link
 
 A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
 A_IN, B_IN = 1e-6, 100e9  # the same within a node
@@ -27,22 +29,21 @@ def ideal(nodes: int, gpus: int = 1, nics: int = 1, **more: object) -> Cluster:
     return replace(made, **more)  # type: ignore[arg-type]
 
 
+def by_grid(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
+    """A 2-D torus: along rows, and along columns by rings."""
+    once = allreduce.gather(cluster, gpus, width)
+    return once + once + allreduce.columns(cluster, gpus, width)[0]
+
+
 @pytest.mark.parametrize("p", [2, 3, 7, 16, 48])
 def test_a_ring_takes_its_closed_form(p: int) -> None:
-    seen = allreduce.link(ideal(p), p, "ring")
+    seen = allreduce.fastest(ideal(p), [("ring", allreduce.gather(ideal(p), p).twice())])
     assert seen.seconds(N_BYTES) == pytest.approx(2 * (p - 1) * A + 2 * (p - 1) / p * N_BYTES / B, rel=1e-12)
-
-
-@pytest.mark.parametrize("p", [2, 4, 8, 64])
-def test_halving_and_doubling_takes_its_closed_form(p: int) -> None:
-    seen = allreduce.link(ideal(p), p, "halving-doubling")
-    expected = 2 * math.log2(p) * A + 2 * (p - 1) / p * N_BYTES / B
-    assert seen.seconds(N_BYTES) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("p", [4, 8, 16, 64, 512])
 def test_two_trees_take_their_closed_form(p: int) -> None:
-    seen = allreduce.link(ideal(p), p, "tree")
+    seen = allreduce.fastest(ideal(p), [("tree", allreduce.tree(ideal(p), p))])
     assert seen.seconds(N_BYTES) == pytest.approx(2 * math.log2(p) * A + 2 * N_BYTES / B, rel=1e-12)
 
 
@@ -57,7 +58,7 @@ def test_who_passes_on_in_one_tree_is_a_leaf_of_the_other(p: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "g"), [(2, 4), (8, 4), (5, 8)])
 def test_hierarchical_takes_its_closed_form(nodes: int, g: int) -> None:
-    seen = allreduce.link(ideal(nodes, g, nics=g), nodes * g, "hierarchical")
+    seen = link(ideal(nodes, g, nics=g), nodes * g, Hierarchical())
     inside = (g - 1) * A_IN + (g - 1) / g * N_BYTES / B_IN
     # each GPU has a NIC of its own, and n / g bytes to move between nodes
     ring = 2 * (nodes - 1) * A + 2 * (nodes - 1) / nodes * N_BYTES / g / B
@@ -68,7 +69,7 @@ def test_hierarchical_takes_its_closed_form(nodes: int, g: int) -> None:
 @pytest.mark.parametrize(("high", "width"), [(4, 4), (3, 5)])
 def test_a_torus_takes_its_closed_form(high: int, width: int) -> None:
     cluster = ideal(high * width)
-    shape = allreduce.torus(cluster, high * width, width)[0]
+    shape = by_grid(cluster, high * width, width)
     row = (width - 1) * A + (width - 1) / width * N_BYTES / B
     column = 2 * (high - 1) * A + 2 * (high - 1) / high * N_BYTES / width / B
     assert shape.link(cluster.table[0]).seconds(N_BYTES) == pytest.approx(2 * row + column, rel=1e-12)
@@ -78,14 +79,10 @@ def test_a_torus_takes_its_closed_form(high: int, width: int) -> None:
 def test_rows_of_several_nodes_use_all_their_nics(nics: int) -> None:
     nodes, g, width = 8, 4, 8
     cluster, p = ideal(nodes, g, nics), nodes * g
-    shape = allreduce.torus(cluster, p, width)[0]
+    shape = by_grid(cluster, p, width)
     row = 6 * A_IN + A + (width - 1) / width * N_BYTES / nics / B  # a ring a NIC, which crosses each once a round
     column = 2 * 3 * A + 2 * 3 * g / p * N_BYTES / nics / B  # of 4 members, g columns a node
     assert shape.link(cluster.table[0]).seconds(N_BYTES) == pytest.approx(2 * row + column, rel=1e-12)
-    one = allreduce.torus(cluster, p, p)[0]  # a row of all is the ring of all, in two collectives
-    ring = allreduce.ALGORITHMS["ring"](cluster, p)[0]
-    assert replace(one, byte_s=0.0) == replace(ring, byte_s=0.0, starts=2)
-    assert one.byte_s == pytest.approx(ring.byte_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +110,16 @@ def test_an_all_to_all_along_columns_fills_its_busiest_link(
 
 
 def test_two_nics_carry_a_ring_twice_as_fast() -> None:
-    one, two = (allreduce.ALGORITHMS["ring"](ideal(8, 4, nics=nics), 32)[0].byte_s for nics in (1, 2))
+    one, two = (allreduce.gather(ideal(8, 4, nics=nics), 32).twice().byte_s for nics in (1, 2))
     assert one == pytest.approx(2 * two, rel=1e-12)
     assert one == pytest.approx(2 * 31 / 32 / B, rel=1e-12)
 
 
 def test_racks_slow_what_crosses_them_and_nothing_else() -> None:
     racked = ideal(64, racks=Racks(8, B / 1e9))  # 8 nodes of 10 GB/s behind 10 GB/s
-    ring = allreduce.ALGORITHMS["ring"]
-    assert ring(racked, 64)[0].byte_s == ring(ideal(64), 64)[0].byte_s  # one flow leaves each rack
-    seen = [allreduce.halving_doubling(cluster, 64)[0].byte_s for cluster in (racked, ideal(64))]
-    # rounds 4, 5 and 6 leave the rack, 8 flows at once: 1/16 + 1/32 + 1/64 of the bytes at an eighth of the rate, twice
-    assert seen[0] - seen[1] == pytest.approx(2 * 7 * (1 / 16 + 1 / 32 + 1 / 64) / B, rel=1e-12)
+    assert allreduce.gather(racked, 64).byte_s == allreduce.gather(ideal(64), 64).byte_s  # one flow leaves each rack
+    seen = [allreduce.exchange(cluster, 64).byte_s for cluster in (racked, ideal(64))]
+    assert seen == pytest.approx([8 * 56 / 64 / B, 63 / 64 / B], rel=1e-12)  # 8 nodes send to the 56 of other racks
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -159,18 +154,10 @@ def test_protocols_are_chosen_by_what_a_message_takes() -> None:
     assert seen.seconds(1e3) == min(link.seconds(1e3) for _, link in seen.choices)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "algorithm", "said"),
-    [
-        (40, "auto", "1 to 32 are available"),
-        (10, "auto", "a multiple of 4"),
-        (12, "halving-doubling", "a power of two"),
-        (8, "butterfly", "one of auto, ring"),
-    ],
-)
-def test_what_there_is_not_is_one_clear_line(gpus: int, algorithm: str, said: str) -> None:
+@pytest.mark.parametrize(("gpus", "said"), [(40, "1 to 32 are available"), (10, "a multiple of 4")])
+def test_what_there_is_not_is_one_clear_line(gpus: int, said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
-        allreduce.link(ideal(8, 4), gpus, algorithm)
+        allreduce.link(ideal(8, 4), gpus)
     assert "\n" not in str(caught.value)
 
 
@@ -181,6 +168,7 @@ def test_rates_of_links_that_are_no_numbers_end() -> None:
 
 def test_a_tree_in_low_latency_begins_later_than_a_ring() -> None:
     low = replace(load("dgx-a100"), protocols=("LL",))
-    ring, tree = (allreduce.link(low, 16, name).seconds(0) for name in ("ring", "tree"))
+    shapes = [("ring", allreduce.gather(low, 16).twice()), ("tree", allreduce.tree(low, 16))]
+    ring, tree = (allreduce.fastest(low, [shape]).seconds(0) for shape in shapes)
     assert ring == pytest.approx(1e-6 * (6.6 + 28 * 0.6 + 2 * 2.7))
     assert tree == pytest.approx(1e-6 * (6.8 + 14 * 0.6 + 2 * 5.0))

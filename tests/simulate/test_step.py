@@ -13,7 +13,7 @@ import torch
 from helpers.grids import covering
 from helpers.virtual_comm import Emulate, SimComm
 from kasoku.core import InputError, Job
-from kasoku.distributed import Fixed, Graded, OneBucket, Overlap, PerLayer, Planned, Policy
+from kasoku.distributed import Fixed, Graded, Hierarchical, OneBucket, Overlap, PerLayer, Planned, Policy
 from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
@@ -89,7 +89,7 @@ def test_the_timeline_ends_when_the_recursion_does(policy: Policy, next_forward:
 
 
 def test_items_of_a_step_are_all_of_it_and_follow_what_changes() -> None:
-    simulator = Simulator(load("abci"), resnet(), Sharing(algorithm="hierarchical"))
+    simulator = Simulator(load("abci"), resnet(), Sharing(reducer=Hierarchical()))
     step = simulator.step(2048, 86016)
     alone = simulator.step(1, 42)
     assert (alone.exposed_s, alone.straggler_s) == pytest.approx((0.0, 0.0), abs=2e-5)  # of one, the mean of the law
@@ -97,7 +97,7 @@ def test_items_of_a_step_are_all_of_it_and_follow_what_changes() -> None:
     assert alone.compute_s == pytest.approx(1e-3 * (gpu.alpha_ms + 42 * gpu.beta_ms), rel=1e-9)
     assert step.compute_s == pytest.approx(alone.compute_s, rel=1e-9)
     assert step.step_s > step.compute_s + step.straggler_s > alone.step_s
-    faster = Simulator(load("abci").altered("network*2,latency/2"), resnet(), simulator.sharing).step(2048, 86016)
+    faster = Simulator(load("abci", ["node.nic_gb_s=24", "latency=0.5"]), resnet(), simulator.sharing).step(2048, 86016)
     assert faster.exposed_s < step.exposed_s
     assert faster.compute_s == step.compute_s
     assert step.link_s > faster.link_s

@@ -40,7 +40,6 @@ def test_a_batch_that_grows_is_the_sum_of_the_steps_of_each_batch() -> None:
     grow = "{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.StepDecay', milestones=[0.4, 81], gamma=2.0}}"
     case = case_of(LARGE.name, "norm_batch=0", "batch=2560", technique=grow)
     plain = Simulator(load("abci"), case.simulator.net, Sharing(Graded(), next_forward=False))
-    assert not case.simulator.sharing.needs_all or not case.step(GPUS).inputs.late
     counts = {1: 36, 2: 45, 4: 9}  # epochs: 0.4 of 90, and then until epoch 81
     made = {factor: epochs * -(-IMAGES // (2560 * factor)) for factor, epochs in counts.items()}
     assert updates(case.recipe, IMAGES) == sum(made.values())

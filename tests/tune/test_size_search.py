@@ -43,7 +43,7 @@ def test_19_of_20_searches_lose_3_percent_in_a_quarter_of_a_sweep(name: str):
     lost, shares = [], []
     for seed in range(SEEDS):
         device = Planted(curve, jitter=JITTER, seed=seed, brief=True)
-        found = Throughput().search(device, device.limits(most=MOST))
+        found = Throughput().search(device.tries(most=MOST))
         sizes, sweep_s = device.sweep(MOST)
         lost.append(curve(found.batch) / found.batch / min(curve(b) / b for b in sizes))
         shares.append(device.clock.now_s / sweep_s)
@@ -57,7 +57,7 @@ def test_where_steps_halt_a_search_takes_at_most_half_a_sweep(name: str):
     curve, shares = CURVES[name], []
     for seed in range(100):
         device = Planted(curve, jitter=4 * JITTER, halts=0.2, seed=seed, brief=True)
-        Throughput().search(device, device.limits(most=MOST))
+        Throughput().search(device.tries(most=MOST))
         shares.append(device.clock.now_s / device.sweep(MOST)[1])
     assert sorted(shares)[95] <= 0.5, f"the longest {max(shares):.3f}"
 

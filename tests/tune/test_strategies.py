@@ -30,7 +30,7 @@ def shortened(start: int, share: float) -> Planted:
 )
 def test_epoch_time_minimize_finds_the_sizes_of_002_in_its_loops(start: int, share: float, batch: int, loops: int):
     device = shortened(start, share)
-    found = EpochTimeMinimize().search(device, device.limits(start))
+    found = EpochTimeMinimize().search(device.tries(start))
     assert found.batch == batch
     assert len(device.tried) - 1 == loops
     assert f"converged in {loops} loops" in found.why
@@ -38,13 +38,13 @@ def test_epoch_time_minimize_finds_the_sizes_of_002_in_its_loops(start: int, sha
 
 def test_epoch_time_minimize_takes_the_steps_of_002():
     device = shortened(32, 0.15)
-    EpochTimeMinimize().search(device, device.limits(32))
+    EpochTimeMinimize().search(device.tries(32))
     assert device.tried == GROWN
 
 
 def test_gpu_usage_maximize_grows_to_the_target_and_stays_there():
     device = Planted(lambda b: 10.0 + b, usage=lambda b: min(1.0, b / 59))
-    found = GpuUsageMaximize().search(device, device.limits(32))
+    found = GpuUsageMaximize().search(device.tries(32))
     assert device.tried[:7] == GROWN[:7]
     assert abs(found.batch - 59) <= 1
     assert "converged in 15 loops" in found.why
@@ -52,7 +52,7 @@ def test_gpu_usage_maximize_grows_to_the_target_and_stays_there():
 
 def test_gpu_usage_maximize_shrinks_where_less_will_do():
     device = Planted(lambda b: 10.0 + b, usage=lambda b: min(1.0, b / 20))
-    found = GpuUsageMaximize().search(device, device.limits(32))
+    found = GpuUsageMaximize().search(device.tries(32))
     assert abs(found.batch - 20) <= 2
 
 
@@ -60,7 +60,7 @@ def test_002s_strategies_end_with_the_last_size_that_fits():
     for strategy in (EpochTimeMinimize(), GpuUsageMaximize()):
         device = shortened(32, 0.95)
         device.fits = 90
-        found = strategy.search(device, device.limits(32))
+        found = strategy.search(device.tries(32))
         assert device.tried == GROWN
         assert found.batch == 86
         assert "batch 96: out of memory" in found.why
@@ -68,7 +68,7 @@ def test_002s_strategies_end_with_the_last_size_that_fits():
 
 def test_gpu_usage_maximize_begins_lower_where_its_start_does_not_fit():
     device = Planted(lambda b: 10.0 + b, usage=lambda b: 1.0 if b >= 24 else 0.9, fits=40)
-    found = GpuUsageMaximize().search(device, device.limits(64))
+    found = GpuUsageMaximize().search(device.tries(64))
     assert device.tried[:2] == [64, 32]
     assert found.batch <= 40
 
@@ -77,7 +77,7 @@ def test_gpu_usage_maximize_begins_lower_where_its_start_does_not_fit():
 @pytest.mark.parametrize("name", CURVES)
 def test_throughput_loses_3_percent_in_a_quarter_of_a_sweeps_time(name: str, jitter: float):
     device = Planted(CURVES[name], jitter=jitter, brief=True)
-    found = Throughput().search(device, device.limits())
+    found = Throughput().search(device.tries())
     sizes, sweep_s = device.sweep(512)
 
     def an_image_s(batch: int) -> float:
@@ -90,7 +90,7 @@ def test_throughput_loses_3_percent_in_a_quarter_of_a_sweeps_time(name: str, jit
 
 def test_throughput_stops_below_what_does_not_fit():
     device = Planted(CURVES["a line"], fits=200)
-    found = Throughput().search(device, device.limits())
+    found = Throughput().search(device.tries())
     sizes, _ = device.sweep(512)
     assert found.batch <= 200
     best = max(b / device.step_s(b) for b in sizes)
@@ -115,7 +115,7 @@ def test_an_interval_is_of_the_median_by_the_mad():
 @pytest.mark.parametrize(("scale", "overhead"), [(100.0, 10.0), (1000.0, 50.0), (5.0, 10.0)])
 def test_time_to_target_finds_the_best_product_of_speed_and_worth(scale: float, overhead: float):
     device = Planted(lambda b: overhead + b, noise=scale)
-    found = TimeToTarget().search(device, device.limits())
+    found = TimeToTarget().search(device.tries())
 
     def goodput(batch: int) -> float:
         return batch / device.step_s(batch) * (scale + 32) / (scale + batch)
@@ -128,13 +128,13 @@ def test_time_to_target_finds_the_best_product_of_speed_and_worth(scale: float, 
 
 def test_time_to_target_takes_a_smaller_size_than_throughput_in_low_noise():
     device = Planted(CURVES["a line"], noise=20.0)
-    assert TimeToTarget().search(device, device.limits()).batch < Throughput().search(device, device.limits()).batch / 4
+    assert TimeToTarget().search(device.tries()).batch < Throughput().search(device.tries()).batch / 4
 
 
 def test_time_to_target_without_a_noise_scale_is_throughput_and_says_so():
     one, other = Planted(CURVES["a line"]), Planted(CURVES["a line"])
-    found = TimeToTarget().search(one, one.limits())
-    assert found.batch == Throughput().search(other, other.limits()).batch
+    found = TimeToTarget().search(one.tries())
+    assert found.batch == Throughput().search(other.tries()).batch
     assert "noise scale is unknown" in found.why
 
 
@@ -142,7 +142,7 @@ def test_time_to_target_goes_by_a_curve_of_epochs_within_it():
     curve = ((16, 10.0), (64, 12.0), (256, 30.0))
     strategy = TimeToTarget(epochs=curve)
     device = Planted(CURVES["a line"], noise=1e9)
-    found = strategy.search(device, device.limits())
+    found = strategy.search(device.tries())
     assert min(device.tried) >= 16
     assert max(device.tried) <= 256
     target_s = {b: strategy.epochs_at(b, 0, None) * device.step_s(b) / b for b in range(16, 257)}
@@ -161,14 +161,14 @@ def test_a_curve_that_is_none_is_refused(epochs: tuple[tuple[int, float], ...]):
 @every_strategy
 def test_sizes_are_multiples_within_the_limits(strategy: Strategy):
     device = Planted(CURVES["a line"], noise=50.0)
-    found = strategy.search(device, device.limits(32, least=10, most=200, multiple=6))
+    found = strategy.search(device.tries(32, least=10, most=200, multiple=6))
     assert all(b % 6 == 0 and 12 <= b <= 198 for b in [*device.tried, found.batch])
 
 
 @every_strategy
 def test_when_time_is_over_it_is_the_best_so_far_and_says_so(strategy: Strategy):
     device = Planted(CURVES["launches for long"], noise=1e6)
-    found = strategy.search(device, device.limits(until_s=1.0))
+    found = strategy.search(device.tries(until_s=1.0))
     assert len(device.tried) == 1
     assert found.batch == device.tried[0]
     assert not found.in_time
@@ -179,13 +179,13 @@ def test_when_time_is_over_it_is_the_best_so_far_and_says_so(strategy: Strategy)
 def test_where_nothing_fits_it_is_said(strategy: Strategy):
     device = Planted(CURVES["a line"], fits=2)
     with pytest.raises(InputError, match=r"batch=\d+: out of memory: start with a smaller batch"):
-        strategy.search(device, device.limits(least=4))
+        strategy.search(device.tries(least=4))
 
 
 @every_strategy
 def test_the_same_samples_give_the_same_search(strategy: Strategy):
     devices = [Planted(CURVES["a cliff at 94"], noise=100.0, jitter=0.02) for _ in range(2)]
-    found = [strategy.search(d, d.limits()) for d in devices]
+    found = [strategy.search(d.tries()) for d in devices]
     assert found[0].batch == found[1].batch
     assert devices[0].tried == devices[1].tried
 
@@ -193,7 +193,7 @@ def test_the_same_samples_give_the_same_search(strategy: Strategy):
 @pytest.mark.parametrize(("least", "most", "multiple"), [(64, 32, 1), (33, 60, 32), (8, 0, 1)])
 def test_an_empty_range_is_refused(least: int, most: int, multiple: int):
     with pytest.raises(InputError, match=f"batches from {least} to {most}: none of them can be tried"):
-        Planted(CURVES["a line"]).limits(least=least, most=most, multiple=multiple)
+        Planted(CURVES["a line"]).tries(least=least, most=most, multiple=multiple)
 
 
 @pytest.mark.parametrize("gain", [0.0, 1.0, -0.1])

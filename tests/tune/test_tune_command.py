@@ -41,7 +41,6 @@ def test_the_batch_is_measured_and_printed_with_rates_that_follow(small, tmp_pat
     settings = re.findall(r"--set (\S+)", shown)
     assert settings == [f"batch={told['chosen']}", "reference_batch=64"]
     assert f"x {told['chosen'] / 64:.4g} (linear, from 64)" in shown
-    assert re.search(r"memory +│ batch 2x (fits: \+\d+ % time|does not fit) \(kasoku.memory.SavedMemory\)", shown)
     recipe = recipes.load(small, settings)
     assert (recipe.batch, recipe.rate_scale) == (told["chosen"], told["chosen"] / 64)
 
@@ -81,7 +80,7 @@ def test_a_training_with_batch_auto_tunes_as_its_table_says(auto, tmp_path, monk
 
 
 OWN = """
-from kasoku.tune import Needs, SizeSearch
+from kasoku.tune import Needs
 
 class Doubled:
     needs = Needs()
@@ -89,8 +88,8 @@ class Doubled:
     def __init__(self, times: int, epochs: tuple[tuple[int, float], ...] = ()):
         self.times, self.epochs = times, epochs
 
-    def search(self, measure, limits):
-        tries, batch = SizeSearch(measure, limits), limits.first
+    def search(self, tries):
+        batch = tries.least
         for _ in range(self.times):
             tries.take(batch)
             batch *= 2

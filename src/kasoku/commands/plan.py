@@ -21,44 +21,43 @@ from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
 from kasoku.report import print_table
 from kasoku.simulate import load as load_cluster
-from kasoku.simulate import plan_search, profile_of
+from kasoku.simulate import plan_search
 from kasoku.simulate.cluster import Costs
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
 from kasoku.training.run_folder import create_folder, load_recipe, unused_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_BEFORE = "before the first step"  # the item of all other rows
-_ITEMS = {  # item of a comparison: rows of the plan and of the run's ledger
-    "input": ("input", "copy"),
-    "computing": ("forward", "backward", "update"),
-    "exposed communication": ("exposed",),
-    "evaluation": ("evaluate",),
-    "the rest": ("save", "other"),
+_BEFORE = "before the first step"  # the item of all rows that are not below
+_ITEMS = {  # row of a plan or of a run's ledger: item of their comparison
+    **dict.fromkeys(("input", "copy"), "input"),
+    **dict.fromkeys(("forward", "backward", "update"), "computing"),
+    "exposed": "exposed communication",
+    "evaluate": "evaluation",
+    "save": "the rest",
+    "other": "the rest",
 }
 
 
 def run(arguments: PlanArguments) -> int:
     """Plans, or compares a run with its plan; returns the exit code."""
     if arguments.compare:
-        return compare(arguments.compare)
-    recipe, cluster_name = arguments.recipe, arguments.cluster
-    if not recipe or not cluster_name:
+        return _compare(arguments.compare)
+    recipe, noise_scale = arguments.recipe, arguments.noise_scale
+    if not recipe or not arguments.cluster:
         raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
     goals = [f"--{goal}" for goal in ("deadline", "budget", "fastest") if getattr(arguments, goal)]
     if len(goals) != 1:
         given = " beside ".join(goals) or "kasoku plan: what for?"
         raise InputError(f"{given}: give one of --deadline TIME, --budget USD, --fastest")
-    if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
-        raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
+    if noise_scale is not None and not 0 < noise_scale < math.inf:
+        raise InputError(f"--noise-scale {noise_scale:g}: images, above 0 and finite")
     trust.allow_beside(recipe)
     deadline_s = _amount("--deadline", arguments.deadline, _SECONDS, "a number with s, min, h or d is wanted, as 10min")
     budget_usd = _amount("--budget", arguments.budget, {"USD": 1.0}, "an amount is wanted, as 100USD")
-    recipes, remark = plan_search.candidates(recipe, arguments.set, arguments.noise_scale)
-    if remark:
-        say(remark)
-    cluster = load_cluster(cluster_name)
-    tried = plan_search.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
+    cluster = load_cluster(arguments.cluster)
+    recipes = plan_search.candidates(recipe, arguments.set, noise_scale)
+    tried = plan_search.choices(recipes, cluster, arguments.profile)
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
     folder = unused_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
     create_folder(folder)
@@ -136,54 +135,46 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
     print(f"{folder}: {file.name}, launch.sbatch, plan.json")
 
 
-# ---- a run beside its plan
-
-
-def compare(run: Path) -> int:
+def _compare(run: Path) -> int:
     """Prints the plan of a run beside its ledger, item by item, with the error of each."""
     check_regular(run)
-    expected, batch = _expected(run), load_recipe(run).batch
-    ledger, result = read_json(run / "ledger.json"), read_json(run / "result.json")
-    took, of_ranks = _numbers(ledger.get("rows")), ledger.get("ranks")
-    if took is None:
-        raise InputError(f"{run}: its ledger.json has no rows; train it anew")
-    ranks = len(of_ranks) if isinstance(of_ranks, list) else 1
-    if (ranks, batch) != (expected["gpus"], expected["batch"]):
-        planned = f"the plan is of {expected['gpus']} and batch={expected['batch']}"
+    plan = _figures(_plan_of(run), "not what kasoku plan writes: plan anew", "gpus", "batch", "images_per_s")
+    recipe, ledger = load_recipe(run), _figures(run / "ledger.json", "it has no rows of seconds: train anew")
+    ranks = len(ledger["ranks"]) if isinstance(ledger.get("ranks"), list) else 1
+    if (ranks, recipe.batch) != (plan["gpus"], plan["batch"]):
+        planned = f"the plan is of {plan['gpus']} and batch={plan['batch']}"
         remedy = "train it as planned, or plan what was trained"
-        raise InputError(f"{run}: {ranks} ranks and batch={batch}, {planned}: {remedy}")
-    item_of = {row: item for item, rows in _ITEMS.items() for row in rows}
-    pairs = {item: [0.0, 0.0] for item in (_BEFORE, *_ITEMS)}
-    for side, seconds in enumerate((expected["rows"], took)):
+        raise InputError(f"{run}: {ranks} ranks and batch={recipe.batch}, {planned}: {remedy}")
+    pairs = {item: [0.0, 0.0] for item in (_BEFORE, *_ITEMS.values())}
+    for side, seconds in enumerate((plan["rows"], ledger["rows"])):
         for row, s in seconds.items():
-            pairs[item_of.get(row, _BEFORE)][side] += s
+            pairs[_ITEMS.get(row, _BEFORE)][side] += s
     pairs["in all"] = [sum(side) for side in zip(*pairs.values(), strict=True)]
     rows = {}
     for item, (a, b) in pairs.items():
         rows[item] = f"{a:,.2f} s expected, {b:,.2f} s taken" + (f": {a / b - 1:+.1%}" if b else "")
-    speed = result.get("images_per_s")
-    if is_number(speed) and speed:
-        rate = expected["images_per_s"]
-        rows["throughput"] = f"{rate:,.0f} images/s expected, {speed:,.0f} reached: {rate / speed - 1:+.1%}"
+    rate, reached = plan["images_per_s"], read_json(run / "result.json").get("images_per_s")
+    if is_number(reached) and reached:
+        rows["throughput"] = f"{rate:,.0f} images/s expected, {reached:,.0f} reached: {rate / reached - 1:+.1%}"
     print_table(f"{run}", rows)
     return 0
 
 
-def _expected(run: Path) -> dict[str, Any]:
-    """The plan of a run: in its folder, or beside the recipe that it was trained from."""
+def _plan_of(run: Path) -> Path:
+    """The plan.json of a run: in its folder, or beside the recipe that it was trained from."""
     command = read_json(run / "environment.json").get("command")
-    words = command if isinstance(command, list) else []
-    recipe = next((Path(word) for word in words if isinstance(word, str) and word.endswith(".toml")), None)
-    for folder in (run, *([recipe.parent] if recipe else [])):
-        if (folder / "plan.json").is_file():
-            plan = read_json(folder / "plan.json")
-            numbers = [plan.get(key) for key in ("gpus", "batch", "images_per_s")]
-            if _numbers(plan.get("rows")) is not None and all(map(is_number, numbers)):
-                return plan
-            raise InputError(f"{folder / 'plan.json'}: not what kasoku plan writes: plan anew")
-    raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
+    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+    folders = [run, *(Path(word).parent for word in words if word.endswith(".toml"))][:2]
+    files = [folder / "plan.json" for folder in folders if (folder / "plan.json").is_file()]
+    if not files:
+        raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
+    return files[0]
 
 
-def _numbers(thing: Any) -> dict[str, float] | None:
-    """A table of numbers; None if it is anything else."""
-    return thing if isinstance(thing, dict) and all(map(is_number, thing.values())) else None
+def _figures(file: Path, otherwise: str, *keys: str) -> dict[str, Any]:
+    """The table in a JSON file, with numbers in its `rows` and at `keys`; raises InputError, which says `otherwise`."""
+    table = read_json(file)
+    rows = table.get("rows")
+    if not isinstance(rows, dict) or not all(map(is_number, [*rows.values(), *map(table.get, keys)])):
+        raise InputError(f"{file}: {otherwise}")
+    return table

@@ -6,7 +6,6 @@ sweep.html (throughput and efficiency over the number of GPUs).
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 from kasoku.commands.arguments import SimulateArguments
@@ -17,7 +16,7 @@ from kasoku.distributed import Asynchronous
 from kasoku.distributed.ddp.bucket_plan import table
 from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
-from kasoku.simulate import SimulatedStep, profile_of, timeline
+from kasoku.simulate import SimulatedStep, timeline
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate.from_recipe import Scenario, efficiency, scenario, sizes, sweep
 from kasoku.training.run_folder import create_folder, unused_folder
@@ -29,13 +28,12 @@ def run(arguments: SimulateArguments) -> int:
     """Simulates; returns the exit code."""
     batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
     recipe, cluster = arguments.load(*batch), load_cluster(arguments.cluster)
-    profiles = [profile_of(profile) for profile in arguments.profile]
-    case = scenario(recipe, cluster, algorithm=arguments.allreduce, profiles=profiles)
+    case = scenario(recipe, cluster, profiles=arguments.profile)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
-    what_if = ",".join(arguments.what_if)
-    changed = cluster.altered(what_if) if what_if else None
-    if changed and changed.device != cluster.device and profiles:
-        raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave gpu or --profile out")
+    what_if = ", ".join(arguments.what_if)
+    changed = load_cluster(arguments.cluster, arguments.what_if) if what_if else None
+    if changed and changed.device != cluster.device and arguments.profile:
+        raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave --profile out")
     over = sizes(cluster, *_range(arguments.sweep), fits=case.simulator.sharing.fits) if arguments.sweep else []
     step = case.step(gpus)
     for line in case.remarks(step):
@@ -43,7 +41,7 @@ def run(arguments: SimulateArguments) -> int:
     document = case.document(step)
     _show(case, step, document, title=cluster.name)
     if changed:
-        other = replace(case, simulator=replace(case.simulator, cluster=changed))
+        other = scenario(recipe, changed, profiles=arguments.profile)
         then = other.step(gpus)
         document["what_if"] = {what_if: other.document(then)}
         _show(other, then, document["what_if"][what_if], title=f"{cluster.name}, {what_if}")

@@ -14,11 +14,10 @@ from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
-from kasoku.memory import SavedMemory, larger
 from kasoku.report import print_table
-from kasoku.training.auto_batch import TunedRecipe, plainly, show, tune
+from kasoku.training.auto_batch import plainly, show, tune
 from kasoku.training.trainer import build
-from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
+from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, try_alone
 from kasoku.tune.measurement import write_tuning
 
 _LOW, _HIGH = 1e-3, 1e2  # of the range test: times the recipe's rates
@@ -65,11 +64,10 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
         return arguments.load(f"batch={batch}", *fixed)
 
     tuned = tune(recipe, at, comm=comm, sizes=sizes)
-    twice = _twice(tuned, comm)
 
     def report() -> None:
         if comm.rank == 0:
-            show(tuned, memory=twice)
+            show(tuned)
             chosen = [f"batch={tuned.recipe.batch}", *fixed]
             if tuned.recipe.accumulate != recipe.accumulate:
                 chosen.append(f"accumulate={tuned.recipe.accumulate}")
@@ -79,23 +77,6 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
 
     run_on_all_ranks(comm, report)
     return 0
-
-
-def _twice(tuned: TunedRecipe, comm: Comm) -> str:
-    """The cost of twice the batch in the same memory, by SavedMemory; empty where that cannot be used."""
-    if comm.size > 1:  # ranks share statistics
-        return ""
-    job = build(tuned.recipe, comm, dataset=tuned.dataset).job
-    try:
-        if any(SavedMemory.conflict(technique) for technique in job.applied):
-            return ""
-        with plainly():
-            cost = larger(job, next(iter(job.loader))[0])
-    except InputError:  # a network that SavedMemory cannot inspect
-        return ""
-    finally:
-        job.close()
-    return f"{cost} (kasoku.memory.SavedMemory)" if cost else ""
 
 
 def _range(text: str, kind: type[Any]) -> tuple[Any, Any]:
@@ -120,7 +101,13 @@ def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     job = run_on_all_ranks(comm, lambda: build(recipe, comm, start=start)).job
     own = [float(group["lr"]) for group in job.kept("rate").own]
     rates = rates_of(recipe)
-    lr = run_on_all_ranks(comm, lambda: reference_rate(rates, own))
+
+    def reference() -> float:  # all rates are told as multiples of it
+        if not max(own) > 0:
+            raise InputError("optimizer.lr = 0: the recipe's rates are multiplied, so one above 0 is wanted")
+        return rates.get("optimizer.lr") or max(own)
+
+    lr = run_on_all_ranks(comm, reference)
     low, high = (bound / lr for bound in bounds) if bounds else (_LOW, _HIGH)
     scaled = [rate * recipe.rate_scale for rate in own]
     if comm.size > 1:  # an error that all ranks meet is printed once, while no rank waits for another

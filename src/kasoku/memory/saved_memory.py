@@ -1,6 +1,5 @@
 """The technique: it inspects the network once, plans under a memory budget, and puts the plan in place."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -165,25 +164,3 @@ class Planner(BoundToModel):
         self.network, self.plan = network, plan
         if self.settings.show and self.job.comm.rank == 0:
             print(f"kasoku: {network.table(plan)}", flush=True)
-
-
-def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
-    """The cost of a larger batch: "batch 2x fits: +3 % time", in the memory that plain PyTorch takes for x.
-
-    Args:
-        job: of a copy of the model: its forwards are replaced until the job is closed.
-        x: images of the present batch.
-        factor: how many times larger.
-
-    Empty if nothing of the network can be planned.
-    """
-    proxies = install(job)
-    if not proxies:
-        return ""
-    images = torch.cat([x] * math.ceil(factor))[: round(len(x) * factor)]
-    freed = not (job.needs_whole_gradients or job.vetoes_steps) and job.comm.size == 1
-    network = InspectedNetwork(job, proxies, images, how=Numerics(), gradients_freed=freed)
-    plan = network.within(network.plain_bytes(len(x)))
-    if plan is None:
-        return f"batch {factor:g}x does not fit"
-    return f"batch {factor:g}x fits: +{100 * network.longer(plan):.0f} % time"

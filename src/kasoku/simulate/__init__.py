@@ -1,7 +1,7 @@
 """Simulation of training steps on clusters: their time and cost before anything is rented."""
 
 from kasoku.simulate.cluster import Cluster, load
-from kasoku.simulate.compute_model import ModelCosts, model_costs, profile_of, profiled
+from kasoku.simulate.compute_model import ModelCosts, model_costs, profiled
 from kasoku.simulate.step import Sharing, SimulatedStep, Simulator, timeline
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "Simulator",
     "load",
     "model_costs",
-    "profile_of",
     "profiled",
     "timeline",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -214,42 +215,18 @@ class Cluster(_Described):
             links += [first + 2 * (here // self.racks.nodes), first + 2 * (there // self.racks.nodes) + 1]
         return links
 
-    def altered(self, what: str) -> Cluster:
-        """The cluster with changes such as "network*2,latency/2": of network, latency, nvlink, gpu."""
-        out = self
-        for change in filter(None, (part.strip() for part in what.split(","))):
-            name, sign, by = change.partition("*" if "*" in change else "/")
-            try:
-                factor = float(by) if sign == "*" else 1 / float(by)
-            except (ValueError, ZeroDivisionError):
-                factor = 0.0
-            node, racks, gpu = out.node, out.racks, out.device
-            if not 1e-6 < factor < 1e6 or name not in ("network", "latency", "nvlink", "gpu"):
-                raise InputError(f'what-if "{change}": network, latency, nvlink or gpu, * or /, and a number')
-            if name == "latency":
-                out = replace(out, latency=out.latency * factor)
-            elif name == "gpu":
-                gpu = replace(gpu, alpha_ms=gpu.alpha_ms / factor, beta_ms=gpu.beta_ms / factor)
-                out = replace(out, gpu="", own_gpu=gpu)
-            elif name == "nvlink":
-                out = replace(out, node=replace(node, port_gb_s=node.port_gb_s * factor))
-            else:
-                racks = racks and replace(racks, uplink_gb_s=racks.uplink_gb_s * factor)
-                out = replace(out, node=replace(node, nic_gb_s=node.nic_gb_s * factor), racks=racks)
-        return out
-
 
 def shipped(kind: str) -> list[str]:
     """The names of the shipped "clusters" or "gpus"."""
     return sorted(file.stem for file in (_HERE / kind).glob("*.toml"))
 
 
-def load(name: str) -> Cluster:
-    """A shipped cluster, or one from a file. Raises InputError for an unknown name or a bad file."""
+def load(name: str, settings: Sequence[str] = ()) -> Cluster:
+    """A shipped cluster, or one from a file, with `path=value` over it. Raises InputError for what it cannot have."""
     path = _HERE / "clusters" / f"{name}.toml" if name in shipped("clusters") else Path(name)
     if path.suffix != ".toml":
         raise InputError(f"cluster {name}: one of {', '.join(shipped('clusters'))}, or a file that ends in .toml")
-    document = read(path, wanted="a cluster file")
+    document = read(path, settings, wanted="a cluster file")
     try:
         return parse(Cluster, document)
     except InputError as error:

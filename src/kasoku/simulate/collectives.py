@@ -4,7 +4,7 @@ Note: latency and bandwidth are separate. A message takes a number of hops, each
 table. Its bytes take the time that the links allow when all flows of a round share them (`rates`), which is linear
 in the bytes. So each algorithm in each protocol is a `LinkModel`, and a collective of n bytes uses the fastest of them.
 On a network without contention these are the closed forms (tests/simulate/test_collectives.py):
-ring 2(p-1)a + 2(p-1)/p n/B; halving-doubling 2 log2(p) a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
+ring 2(p-1)a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
 hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of each part along columns, an all-gather.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
@@ -82,20 +82,18 @@ ALONE = Fastest(0.0, math.inf, choices=(("none", LinkModel(0.0, math.inf)),))  #
 
 
 @lru_cache(maxsize=1024)
-def link(cluster: Cluster, gpus: int, algorithm: str = "auto", share: float = 1.0) -> Fastest:
+def link(cluster: Cluster, gpus: int, share: float = 1.0) -> Fastest:
     """The time of an all-reduce on the first GPUs of a cluster, by its bytes, of which a share is sent.
 
-    `algorithm`: of `ALGORITHMS`; "auto": the faster of ring and tree, as NCCL chooses. Raises InputError for an unknown
-    one, or one that does not exist for this number of GPUs, and where these do not fill their nodes.
+    By a ring or, between nodes, by two trees, whichever is faster, as NCCL chooses. Raises InputError for GPUs that do
+    not fill their nodes.
     """
     nodes = cluster.nodes_for(gpus)
     if gpus == 1:
         return ALONE
-    if algorithm not in ALGORITHMS and algorithm != "auto":
-        raise InputError(f"all-reduce {algorithm}: one of auto, {', '.join(ALGORITHMS)}")
-    fast = ["ring", "tree"] if nodes > 1 else ["ring"]
-    names = fast if algorithm == "auto" else [algorithm]
-    return fastest(cluster, [(name, shape.of(share)) for name in names for shape in ALGORITHMS[name](cluster, gpus)])
+    # a ring for each NIC with its part of the bytes; each ring enters and leaves a node once
+    shapes = [("ring", gather(cluster, gpus).twice()), *([("tree", tree(cluster, gpus))] if nodes > 1 else [])]
+    return fastest(cluster, [(name, shape.of(share)) for name, shape in shapes])
 
 
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
@@ -218,7 +216,7 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
     return AlgorithmCost(int(nodes == 1), int(nodes > 1), byte_s=max(busiest_s))
 
 
-def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
+def tree(cluster: Cluster, gpus: int) -> AlgorithmCost:
     """Two binary trees over the nodes, each with half of the bytes both ways; a chain within each node."""
     nodes, each = cluster.nodes_for(gpus), min(gpus, cluster.node.gpus)
     channels = cluster.node.nics if nodes > 1 else 1
@@ -232,44 +230,13 @@ def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
         leaders = [node * each + first for node in range(nodes)]
         flows += _two_trees(leaders, 0.5 / channels)
     byte_s, depth = contended_s(cluster, gpus, flows), nodes.bit_length() - 1  # the edges from a root to its last leaf
-    return [AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth, byte_s=byte_s, trees=1)]
+    return AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth, byte_s=byte_s, trees=1)
 
 
-def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
-    """Exchanges with partners at twice the distance and half the bytes each round, and back."""
-    if gpus & (gpus - 1):
-        raise InputError(f"all-reduce halving-doubling on {gpus} GPUs: a power of two is wanted")
-    total = AlgorithmCost()
-    for k in range(gpus.bit_length() - 1):
-        away = 1 << k
-        flows = [(rank, rank ^ away, 0.5 / away) for rank in range(gpus)]
-        between = 2 * (away >= cluster.node.gpus)
-        total += AlgorithmCost(2 - between, between, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
-    return [total]
-
-
-def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False) -> list[AlgorithmCost]:
-    """A reduce-scatter, all-reduce and all-gather on a grid of GPUs, whose rows have `width`; 0: about square.
-
-    `width` is a divisor of `gpus`. Columns use rings, with `trees` also trees.
-    """
-    width = width or square(gpus, min(gpus, cluster.node.gpus))
-    along = rows(cluster, gpus, width)
-    return [along + across for across in columns(cluster, gpus, width, trees=trees)] if width < gpus else [along]
-
-
-def rows(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
-    """The reduce-scatter and the all-gather along rows of `width` GPUs."""
-    once = gather(cluster, gpus, width)
-    return once + once if width > 1 else AlgorithmCost(starts=0)
-
-
-def columns(
-    cluster: Cluster, gpus: int, width: int, *, trees: bool = False, exchanged: bool = False
-) -> list[AlgorithmCost]:
+def columns(cluster: Cluster, gpus: int, width: int, *, exchanged: bool = False) -> list[AlgorithmCost]:
     """The all-reduce of each part of a row by the GPUs at its place of all rows, for each byte of the whole.
 
-    By rings, with `trees` also trees; `exchanged`: by an all-to-all and an all-gather.
+    By rings, and by trees; `exchanged`: by an all-to-all and an all-gather.
     """
     high = gpus // width
     along = [[first + width * i for i in range(high)] for first in range(width)]
@@ -277,12 +244,9 @@ def columns(
     once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, gpus, flows))
     if exchanged:
         return [exchange(cluster, gpus, width).of(1 / width) + once]
-    costs = [once.twice()]
-    if trees:
-        flows = [flow for column in along for flow in _two_trees(column, 0.5 / width)]
-        byte_s, depth = contended_s(cluster, gpus, flows), high.bit_length() - 1
-        costs.append(AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1))
-    return costs
+    flows = [flow for column in along for flow in _two_trees(column, 0.5 / width)]
+    byte_s, depth = contended_s(cluster, gpus, flows), high.bit_length() - 1
+    return [once.twice(), AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1)]
 
 
 def _two_trees(ranks: Sequence[int], size: float) -> Iterator[Flow]:
@@ -309,14 +273,3 @@ def square(gpus: int, each: int) -> int:
     """The width of a row of whole nodes for which the grid is most nearly square."""
     widths = [w for w in range(each, gpus + 1, each) if gpus % w == 0]
     return min(widths, key=lambda w: abs(w - gpus / w))
-
-
-ALGORITHMS: dict[str, Callable[[Cluster, int], list[AlgorithmCost]]] = {
-    # a ring for each NIC with its part of the bytes; each ring enters and leaves a node once
-    "ring": lambda cluster, gpus: [gather(cluster, gpus).twice()],
-    "tree": tree,
-    "halving-doubling": halving_doubling,
-    # reduce-scatter within each node, an all-reduce of each part between nodes (ring or trees), all-gather
-    "hierarchical": lambda cluster, gpus: torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True),
-    "torus": torus,
-}

@@ -65,16 +65,11 @@ def flat(reducer: Reducer) -> Reducer:
     return alike
 
 
-def exchanges(reducer: Reducer) -> bool:
-    """Whether a flat reducer averages by an all-to-all and an all-gather."""
-    return isinstance(reducer, Wire) and reducer.sums == "fp32"
-
-
 @lru_cache(maxsize=1024)
-def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto") -> Fastest:
+def link(cluster: Cluster, gpus: int, reducer: Reducer) -> Fastest:
     """The time of a mean of gradients on the first GPUs of a cluster, by their bytes in fp32.
 
-    `reducer`: Mean, Wire, LowRank, or Hierarchical of one of these; `algorithm`: of the all-reduce, if it uses one.
+    `reducer`: Mean, Wire, LowRank, or Hierarchical of one of these.
     Raises InputError for a reducer that is not simulated, or one whose nodes the GPUs do not fill.
     """
     cluster.nodes_for(gpus)
@@ -86,13 +81,15 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto")
         if gpus % node:
             raise InputError(f"Hierarchical: {gpus} GPUs in nodes of {node}: the nodes must be equal in size")
         alike = Mean() if node == gpus else alike
-    exchanged, share = exchanges(alike), 0.5 if isinstance(alike, Wire) else 1.0  # of the bytes of fp32 gradients
+    exchanged = isinstance(alike, Wire) and alike.sums == "fp32"  # by an all-to-all and an all-gather
+    share = 0.5 if isinstance(alike, Wire) else 1.0  # of the bytes of fp32 gradients
     inside = ALONE
     if 1 < node < gpus:
-        row = collectives.rows(cluster, gpus, node)
+        once = collectives.gather(cluster, gpus, node)
+        row = once + once  # a reduce-scatter and an all-gather
         name = "hierarchical" if node == cluster.node.gpus else f"hierarchical in rows of {node}"
         name += f", {_EXCHANGED} across" if exchanged else ""
-        shapes = collectives.columns(cluster, gpus, node, trees=True, exchanged=exchanged)
+        shapes = collectives.columns(cluster, gpus, node, exchanged=exchanged)
         if isinstance(alike, LowRank):
             inside = collectives.fastest(cluster, [(name, row)])
         else:
@@ -102,7 +99,7 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto")
         shape = collectives.exchange(cluster, gpus) + collectives.gather(cluster, gpus)
         between = collectives.fastest(cluster, [(_EXCHANGED, shape.of(share))])
     else:
-        node, between = 1, collectives.link(cluster, gpus, algorithm, share)
+        node, between = 1, collectives.link(cluster, gpus, share)
     if not isinstance(alike, LowRank):
         return between
     return LowRankLink(**vars(between), reducer=alike, gpu=cluster.device, inside=inside, node=node)

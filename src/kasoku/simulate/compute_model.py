@@ -8,6 +8,7 @@ memory bandwidth. A third of it is forward. The total is measured; only the divi
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -163,18 +164,17 @@ def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | N
     return out
 
 
-def profile_of(text: str) -> tuple[Path, int]:
-    """The folder of a profile and the images of its steps, from DIR:IMAGES."""
-    folder, _, images = text.rpartition(":")
-    if not folder or not images.isdecimal() or int(images) < 1:
-        raise InputError(f"--profile {text}: DIR:IMAGES is wanted, the folder and the images of its steps")
-    return Path(folder), int(images)
+def profiled(profiles: Sequence[str], net: ModelCosts) -> MeasuredTimes:
+    """Reads folders of `kasoku profile`, each as DIR:IMAGES, with the images of its steps.
 
-
-def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredTimes:
-    """Reads folders of `kasoku profile`, each with the images of its steps. Raises InputError for another network's."""
+    Raises InputError for another text, and for the profile of another network.
+    """
     measured, updates = [], []
-    for folder, images in profiles:
+    for text in profiles:
+        path, _, count = text.rpartition(":")
+        if not path or not count.isdecimal() or int(count) < 1:
+            raise InputError(f"--profile {text}: DIR:IMAGES is wanted, the folder and the images of its steps")
+        folder, images = Path(path), int(count)
         try:
             blocks = json.loads((folder / "profile.json").read_text())["blocks"]
             times = {str(b["name"]): (float(b["forward_s"]), float(b["backward_s"])) for b in blocks}
@@ -233,10 +233,8 @@ def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
     points = [(n, times[block][way]) for n, times in profile.measured]
     if len({n for n, _ in points}) == 1:
         return sum(s for _, s in points) / len(points) * images / points[0][0]
-    mean_n = sum(n for n, _ in points) / len(points)
-    mean_s = sum(s for _, s in points) / len(points)
-    beta = sum((n - mean_n) * (s - mean_s) for n, s in points) / sum((n - mean_n) ** 2 for n, _ in points)
-    return float(max(0.0, mean_s + beta * (images - mean_n)))
+    beta, alpha = statistics.linear_regression(*zip(*points, strict=True))
+    return float(max(0.0, alpha + beta * images))
 
 
 def _block(layer: str, times: dict[str, Any]) -> str:

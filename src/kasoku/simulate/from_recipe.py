@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from kasoku.distributed import OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
-from kasoku.simulate.compressed import LowRankLink, exchanges, flat
+from kasoku.simulate.compressed import LowRankLink, flat
 from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
 _SHOWN = 6  # kinds of steps, in a table
@@ -199,24 +198,17 @@ class Scenario:
 
 
 def scenario(
-    recipe: Recipe,
-    cluster: Cluster,
-    *,
-    algorithm: str = "",
-    profiles: Sequence[tuple[Path, int]] = (),
-    like: Scenario | None = None,
+    recipe: Recipe, cluster: Cluster, *, profiles: Sequence[str] = (), like: Scenario | None = None
 ) -> Scenario:
     """The recipe on the cluster. Raises InputError for settings that are not simulated.
 
-    `algorithm`: of the all-reduces; "": the fastest. `profiles`: folders of `kasoku profile`, and the images of the
-    steps profiled there. `like`: another recipe on this cluster; equal models and data are not inspected again.
+    `profiles`: as `profiled` takes them. `like`: another recipe on this cluster; equal models and data are not
+    inspected again.
     """
     if recipe.auto_batch:
         given = 'batch = "auto" is tuned on the machine that trains'
         raise InputError(f"{given}: give --set batch=B, or the recipe of a run that was tuned")
-    precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
-    shared = sharing(recipe, algorithm)
-    shared = replace(shared, needs_all=precision == "fp16" and not shared.reducer.largest(ranks=2))
+    shared = sharing(recipe, cluster)
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
@@ -234,8 +226,8 @@ def _inspect(model: Factory, facts: Facts) -> ModelCosts:
     return model_costs(model.use.rpartition(".")[2], module, shape)
 
 
-def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
-    """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
+def sharing(recipe: Recipe, cluster: Cluster) -> Sharing:
+    """How a recipe's ranks share gradients on a cluster. Raises InputError for techniques that are not simulated."""
     techniques = recipe.scaled_techniques
     exchanging = sorted((t for t in techniques if t.exchanges_gradients), key=lambda t: t.stage)
     exchange: Any = [*exchanging, Overlap()][0]
@@ -243,20 +235,18 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
         if len(exchanging) > 1:
             beside = type(exchanging[1]).__name__
             raise InputError(f"Asynchronous beside {beside}: nodes are not simulated; leave one of them out")
-        if algorithm:
-            raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
         return Sharing(exchange.buckets, asynchronous=exchange)
     if not exchange.overlaps_backward:
-        return Sharing(AfterBackward(), algorithm=algorithm or "auto")
-    policy, late = exchange.buckets, exchange.next_forward and not any(t.needs_whole_gradients for t in techniques)
+        return Sharing(AfterBackward())
+    flat(exchange.reducer)  # raises for a reducer that is not simulated
+    precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
+    # fp16's loss scaling waits for all gradients if the reducer may make a finite one infinite
+    whole = precision == "fp16" and not exchange.reducer.largest(ranks=2)
+    whole = whole or any(t.needs_whole_gradients for t in techniques)
+    policy, late = exchange.buckets, exchange.next_forward and not whole
     if recipe.device.graphs:  # for which Planned finds one bucket
         policy, late = AfterBackward(OneBucket() if isinstance(policy, Planned) else policy), False
-    between = flat(exchange.reducer)  # raises for a reducer that is not simulated
-    if algorithm not in ("", "auto") and exchanges(between):
-        wire = 'reducer Wire with sums="fp32" makes an all-to-all and an all-gather'
-        raise InputError(f'--allreduce {algorithm}: {wire}: leave it out, or give Wire sums="wire"')
-    reducer = between if algorithm else exchange.reducer
-    return Sharing(policy, late, algorithm=algorithm or "auto", reducer=reducer)
+    return Sharing(policy, late, reducer=exchange.reducer)
 
 
 def sweep(
@@ -302,13 +292,12 @@ def sizes(
     if not possible:
         each = cluster.node.gpus
         raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
-    tries = count
-    while True:  # rounding makes some of them equal
+    for tries in (count << k for k in range(6)):  # rounding makes some of them equal
         wanted = [low * (high / low) ** (i / (tries - 1)) for i in range(tries)]
         numbers = sorted({min(possible, key=lambda n: abs(math.log(n / w))) for w in wanted})
-        if len(numbers) >= min(count, len(possible)) or tries > 16 * count:
-            return numbers
-        tries *= 2
+        if len(numbers) >= min(count, len(possible)):
+            break
+    return numbers
 
 
 def efficiency(steps: Sequence[SimulatedStep]) -> list[float]:

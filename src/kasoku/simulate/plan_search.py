@@ -11,7 +11,7 @@ from kasoku.config.ranks import can_share
 from kasoku.config.recipe import Recipe, load
 from kasoku.config.toml import read
 from kasoku.config.updates import growth, updates
-from kasoku.core import InputError, Schedule
+from kasoku.core import InputError, Schedule, say
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
 from kasoku.simulate.collectives import square
@@ -51,11 +51,11 @@ def choice(base: Scenario, gpus: int) -> Choice:
     return Choice(base, step, seconds, base.usd(step, seconds))
 
 
-def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -> tuple[list[Recipe], str]:
-    """The recipe at each batch to try, and a remark on batches that it cannot have.
+def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -> list[Recipe]:
+    """The recipe at each batch to try.
 
-    With a setting (`path=value`) of the batch, only that is tried; with a noise scale of the gradients, in images,
-    batches around the recipe's own, each with the epochs it needs; else the recipe's points, or its own batch.
+    These are the batches of its points, or its own; with a setting (`path=value`) of the batch, only that. With a noise
+    scale of the gradients, in images, they are batches around the recipe's own, each with the epochs it needs.
 
     Maths: an epoch at batch B is worth 1 / (1 + B / noise) of one at a small batch, and the epochs of each recipe are
     worth as much as those of the given one. Ref: McCandlish et al. 2018 (arXiv 1812.06162).
@@ -63,27 +63,22 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
     batches = batches_of_points(read(file, settings))
     if noise_scale is None:
         if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
-            return [load(file, settings)], ""
-        return [load(file, [*settings, f"batch={batch}"]) for batch in batches], ""
+            return [load(file, settings)]
+        return [load(file, [*settings, f"batch={batch}"]) for batch in batches]
     if batches:
         raise InputError("--noise-scale: the points give the epochs of each batch: leave it out, or --set points=[]")
-    recipe = load(file, settings)
-    recipes: list[Recipe] = []
-    refused: list[tuple[int, InputError]] = []
+    recipe, recipes, refused = load(file, settings), [], {}
     for batch in sorted({max(1, round(recipe.batch * 2.0**k)) for k in range(-3, 8)}):
         epochs = _epochs_worth(recipe, batch, noise_scale)
-        more = [
-            f"batch={batch}",
-            f"epochs={epochs:.6g}",
-            f"reference_batch={recipe.reference_batch or recipe.batch}",
-            *_stretched(recipe.schedule, epochs / recipe.epochs),
-        ]
+        rates = f"reference_batch={recipe.reference_batch or recipe.batch}"
+        times = _stretched(recipe.schedule, epochs / recipe.epochs)
         try:
-            recipes.append(load(file, [*settings, *more]))
+            recipes.append(load(file, [*settings, f"batch={batch}", f"epochs={epochs:.6g}", rates, *times]))
         except InputError as error:
-            refused.append((batch, error))
-    without = ", ".join(f"{batch:,}" for batch, _ in refused)
-    return recipes, f"--noise-scale: without batches of {without} (the first: {refused[0][1]})" if refused else ""
+            refused[f"{batch:,}"] = error
+    if refused:
+        say(f"--noise-scale: without batches of {', '.join(refused)} (the first: {next(iter(refused.values()))})")
+    return recipes
 
 
 def _epochs_worth(recipe: Recipe, batch: int, noise_scale: float) -> float:
@@ -91,8 +86,8 @@ def _epochs_worth(recipe: Recipe, batch: int, noise_scale: float) -> float:
 
     def worth(batch: int, epochs: float) -> float:
         techniques = [technique.over(epochs) for technique in recipe.techniques]
-        growths = (math.prod(t.batch_factor(e) for t in techniques) for e in range(math.ceil(epochs)))
-        return sum(min(1.0, epochs - e) / (1 + batch * grown / noise_scale) for e, grown in enumerate(growths))
+        grown = (math.prod(t.batch_factor(e) for t in techniques) for e in range(math.ceil(epochs)))
+        return sum(min(1.0, epochs - e) / (1 + batch * factor / noise_scale) for e, factor in enumerate(grown))
 
     wanted, epochs = worth(recipe.batch, recipe.epochs), recipe.epochs
     for _ in range(_ROUNDS):
@@ -114,7 +109,7 @@ def _stretched(schedule: Schedule, longer: float) -> list[str]:
     return [f"schedule.{name}={stretched(getattr(schedule, name))}" for name in _TIMES if getattr(schedule, name, 0)]
 
 
-def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tuple[Path, int]] = ()) -> list[Choice]:
+def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str] = ()) -> list[Choice]:
     """Simulates each recipe on numbers of GPUs that can share its batch, with graded groups.
 
     The images that surely fit on a GPU are those of its largest measured batch, scaled by the outputs of the network's
@@ -206,7 +201,7 @@ def with_searched_groups(graded: Choice) -> Choice:
     base = graded.scenario
     if not _has_groups(base):
         return graded
-    late = sharing(base.recipe).next_forward
+    late = sharing(base.recipe, base.simulator.cluster).next_forward
     planned = replace(base.simulator.sharing, policy=Planned(), next_forward=late)
     searched = choice(base.with_sharing(planned), graded.step.gpus)
     return searched if searched.step.step_s < _WORTH * graded.step.step_s else graded

@@ -33,22 +33,17 @@ class Sharing:
         next_forward: the next forward waits for groups; False: the step waits.
         asynchronous: the settings of asynchronous ranks, which exchange updates; None: ranks all-reduce gradients.
         reducer: Overlap's reducer, by which fewer bytes than those of the gradients may be sent; these plan the groups.
-        needs_all: the update needs all gradients, so the next forward never waits: with fp16's loss scaling, if the
-            reducer may make a finite gradient infinite.
     """
 
     policy: Policy = field(default_factory=Graded)
     next_forward: bool = False
-    algorithm: str = "auto"
     asynchronous: Asynchronous | None = None
     reducer: Reducer = field(default_factory=Mean)
-    needs_all: bool = False
 
     def fits(self, gpus: int) -> bool:
-        """Whether the all-reduce exists for this number of GPUs, and they fill whole nodes of Hierarchical."""
+        """Whether this number of GPUs fills whole nodes of Hierarchical."""
         node = self.reducer.node if isinstance(self.reducer, Hierarchical) else 0
-        power = gpus & (gpus - 1) == 0
-        return (power or self.algorithm != "halving-doubling") and (gpus == 1 or not node or gpus % node == 0)
+        return gpus == 1 or not node or gpus % node == 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +181,7 @@ class Simulator:
 
     def _inputs(self, units: Sequence[UnitTimes], gpus: int) -> StepInputs:
         """The inputs of the forecast: gradients, groups, link, and whether the next forward waits."""
-        sharing, late = self.sharing, self.sharing.next_forward and not self.sharing.needs_all
+        sharing, late = self.sharing, self.sharing.next_forward
         if asynchronous := sharing.asynchronous:
             tensors = self.net.with_gradients(CODECS[asynchronous.wire].dtype.itemsize).tensors
             plan = asynchronous.buckets.plan(self.net.defined)  # by the bytes in fp32, whatever type is sent
@@ -195,7 +190,7 @@ class Simulator:
             inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
             times_s = [inputs.link.seconds(size) for size in inputs.sizes()]
             return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, times_s))
-        link = compressed.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
+        link = compressed.link(self.cluster, gpus, sharing.reducer)
         tensors = self.net.tensors
         if isinstance(sharing.policy, Planned) and gpus > 1:
             plan, _, late = search(units, tensors, link, next_forward=late)
@@ -216,7 +211,7 @@ class Simulator:
         The time in the cluster's file was measured on many GPUs, so it is a lower bound.
         """
         forward = sum(u.forward_s for u in self.units(max(1, -(-images // gpus))))
-        shared = collectives.link(self.cluster, gpus, self.sharing.algorithm).seconds(8)
+        shared = collectives.link(self.cluster, gpus).seconds(8)
         return max(self.cluster.costs.evaluation_s, forward + shared)
 
 

@@ -161,8 +161,8 @@ def free_memory(recipe: Recipe) -> None:
         torch.compiler.reset()
 
 
-def show(tuned: TunedRecipe, *, memory: str = "") -> None:
-    """Prints the sizes tried with their intervals, the chosen size, its rates, and a remark on memory."""
+def show(tuned: TunedRecipe) -> None:
+    """Prints the sizes tried with their intervals, the chosen size, and its rates."""
     recipe, result = tuned.recipe, tuned.result
     rows = []
     for i, sample in enumerate(result.samples):
@@ -180,7 +180,6 @@ def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     lines = {
         "batch": f"{result.batch:,}: {result.why}",
         "rates": scaled if recipe.reference_batch else f"{rates} ({recipe.origin})",
-        "memory": memory,
         "shares": shares_row(recipe, result.speeds),
         "tuning": f"{result.strategy}, {result.spent_s:.1f} s of {result.budget_s:g}",
     }

@@ -5,8 +5,8 @@ import math
 from kasoku.config.ranks import TEST_PASSES
 from kasoku.config.updates import evaluations, pixel_share, updates_in_epoch
 from kasoku.training.run_state import Training
-from kasoku.tune import BatchSizeResult, tune_batch_size
-from kasoku.tune.measurement import BRIEF, Limits, Measure, Needs
+from kasoku.tune import BatchSizeResult, Needs, SizeSearch, tune_batch_size
+from kasoku.tune.measurement import BRIEF
 from kasoku.tune.memory_forecast import extrapolate
 
 _BUDGET_S = 4.0
@@ -18,11 +18,11 @@ class _TwoSizes:
 
     needs = Needs(brief=True)
 
-    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
-        small = measure(limits.first)
+    def search(self, tries: SizeSearch) -> BatchSizeResult:
+        small, least = tries.measure(tries.least), tries.least
         factor = 4 if 4 * BRIEF * small.step_s < 2 * _BUDGET_S else 2
-        larger = [measure(batch) for batch in {min(factor * limits.first, limits.last)} - {limits.first}]
-        return BatchSizeResult(small.batch, (small, *larger), "the smallest", limits.clock.now())
+        larger = [tries.measure(batch) for batch in {min(factor * least, tries.most)} - {least}]
+        return BatchSizeResult(small.batch, (small, *larger), "the smallest", tries.clock.now())
 
 
 def estimated_s(training: Training) -> float:

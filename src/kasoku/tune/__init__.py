@@ -1,14 +1,13 @@
 """Settings chosen by measuring: the batch size, the learning rate, and searches over whole trainings."""
 
 from kasoku.tune.batch_size import tune_batch_size
-from kasoku.tune.measurement import BatchSizeResult, Limits, Measurement, Needs, SizeSearch
+from kasoku.tune.measurement import BatchSizeResult, Measurement, Needs, SizeSearch
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
 
 __all__ = [
     "BatchSizeResult",
     "EpochTimeMinimize",
     "GpuUsageMaximize",
-    "Limits",
     "Measurement",
     "Needs",
     "SizeSearch",

@@ -22,7 +22,7 @@ from kasoku.config.recipe import Tune
 from kasoku.core import Comm, InputError, Job
 from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError, SharedInputError
-from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Limits, Measurement, interval
+from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Measurement, SizeSearch, interval
 from kasoku.tune.memory_forecast import out_of_memory
 from kasoku.tune.noise_scale import NoiseEstimate
 from kasoku.tune.sandbox import undisturbed
@@ -108,14 +108,14 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         least = least or max(multiple, min(_MIN_IMAGES * ranks, start))
         most = most or _MAX_IMAGES * ranks
         most = min(most, images) if images else most
-        limits = Limits(start, least, most, multiple, images or start, budget_s, measure)
+        tries = SizeSearch(measure, start, least, most, multiple, images or start, budget_s, measure)
         trial.sandbox.may_split(multiple)
         # one and two groups, if the first size has more, to predict the memory of larger sizes
         few = ranks * trial.sandbox.group
         for batch in (few, 2 * few):
-            if few and limits.first > 2 * few:
+            if few and tries.least > 2 * few:
                 measure.attempt(batch)
-        result = strategy.search(measure, limits)
+        result = strategy.search(tries)
         own = result.batch / ranks / measure.own_s[result.batch]
         return replace(result, speeds=tuple(job.comm.gather_objects(own)) if ranks > 1 else ())
 

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,17 +94,6 @@ def rates_of(recipe: Recipe) -> dict[str, float]:
     return {
         path: float(value) for path, value in settings if re.search(r"[._]lr$", path) and type(value) in (int, float)
     }
-
-
-def reference_rate(rates: Mapping[str, float], own: Sequence[float]) -> float:
-    """The rate of which the test shows all rates as multiples: the recipe's lr, or the largest of a parameter group.
-
-    Raises InputError where that is 0.
-    """
-    lr = rates.get("optimizer.lr") or max(own)
-    if not lr > 0:
-        raise InputError(f"optimizer.lr = {lr:g}: the recipe's rates are multiplied, so one above 0 is wanted")
-    return lr
 
 
 def range_test(

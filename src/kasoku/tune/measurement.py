@@ -1,10 +1,10 @@
-"""The measurement of one batch size, the limits of a search, its state and its result."""
+"""The measurement of one batch size, a search, and its result."""
 
 import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,6 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, max(0.0, middle - 2 * error), middle + 2 * error
 
 
-Measure = Callable[[int], Measurement]  # measuring a size again may add to its earlier steps
-
-
 @dataclass(frozen=True)
 class Needs:
     """The measurements that a strategy needs."""
@@ -75,42 +72,6 @@ class Needs:
     noise: bool = False  # the gradient noise scale
     watch_s: float = 0.0  # seconds during which utilization is read at each size; 0: not needed
     brief: bool = False  # time few steps at first; measuring a size again adds to them
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The sizes and the time that a search may use. Raises InputError if there is no size in the range.
-
-    Args:
-        start: the current size, where the strategies of [002] begin.
-        least: the smallest size.
-        most: the largest.
-        multiple: sizes are multiples of it.
-        images: of an epoch.
-        until_s: the deadline, on the clock.
-        clock: the same on all ranks.
-    """
-
-    start: int
-    least: int
-    most: int
-    multiple: int
-    images: int
-    until_s: float
-    clock: Clock
-
-    def __post_init__(self) -> None:
-        if self.first > self.last:
-            got = f"batches from {self.least} to {self.most}: none of them can be tried"
-            raise InputError(f"{got} (multiples of {self.multiple}, at most {self.images} images); give another range")
-
-    @property
-    def first(self) -> int:
-        return -(-self.least // self.multiple) * self.multiple
-
-    @property
-    def last(self) -> int:
-        return self.most // self.multiple * self.multiple
 
 
 @dataclass(frozen=True)
@@ -166,13 +127,41 @@ def write_tuning(folder: Path, document: Mapping[str, Any]) -> None:
     write_text(folder / "tuning.json", json.dumps(finite, indent=1) + "\n")
 
 
+@dataclass
 class SizeSearch:
-    """The state of a search: the last measurement of each size. Sizes above one that failed are not tried."""
+    """A search: the sizes and the time that it may use, and the last measurement of each size.
 
-    def __init__(self, measure: Measure, limits: Limits) -> None:
-        self.measure, self.limits, self.samples = measure, limits, list[Measurement]()
-        self.began_s = limits.clock.now()
-        self.failed: int | None = None  # the smallest size that failed
+    Raises InputError if there is no size in the range.
+
+    Args:
+        measure: measures a size; measuring it again may add to its earlier steps.
+        start: the current size, where the strategies of [002] begin.
+        least: the smallest size; rounded up to a multiple.
+        most: the largest that may still be tried, rounded down; a size that fails lowers it.
+        multiple: sizes are multiples of it.
+        images: of an epoch.
+        until_s: the deadline, on the clock.
+        clock: the same on all ranks.
+    """
+
+    measure: Callable[[int], Measurement]
+    start: int
+    least: int
+    most: int
+    multiple: int
+    images: int
+    until_s: float
+    clock: Clock
+    samples: list[Measurement] = field(default_factory=list)
+    failed: int | None = None  # the smallest size that failed
+
+    def __post_init__(self) -> None:
+        got = f"batches from {self.least} to {self.most}: none of them can be tried"
+        self.began_s = self.clock.now()
+        self.least = -(-self.least // self.multiple) * self.multiple
+        self.most = self.most // self.multiple * self.multiple
+        if self.least > self.most:
+            raise InputError(f"{got} (multiples of {self.multiple}, at most {self.images} images); give another range")
 
     def take(self, batch: int) -> Measurement | None:
         """Measures a size, in place of its earlier measurement; None if no time is left for it, except for the first.
@@ -182,20 +171,14 @@ class SizeSearch:
         """
         smaller = sorted((s.batch, s.step_s) for s in self.samples if s.batch <= batch and not s.failed)
         needed_s = BRIEF * extrapolate([(0, 0.0), *smaller], batch) if smaller else 0.0
-        if self.samples and self.limits.clock.now() + needed_s >= self.limits.until_s:
+        if self.samples and self.clock.now() + needed_s >= self.until_s:
             return None
         sample = self.measure(batch)
         self.samples = [*(s for s in self.samples if s.batch != batch), sample]
         if sample.failed:
             self.failed = min(batch, self.failed or batch)
+            self.most = min(self.most, (batch - 1) // self.multiple * self.multiple)
         return sample
-
-    @property
-    def most(self) -> int:
-        """The largest size that may still be tried."""
-        if self.failed is None:
-            return self.limits.last
-        return min(self.limits.last, (self.failed - 1) // self.limits.multiple * self.limits.multiple)
 
     @property
     def good(self) -> list[Measurement]:
@@ -212,5 +195,5 @@ class SizeSearch:
     ) -> BatchSizeResult:
         why = why if in_time else f"time was over, the best so far: {why}"
         of_each = tuple(epochs(s.batch) for s in self.samples) if epochs else ()
-        spent_s = self.limits.clock.now() - self.began_s
+        spent_s = self.clock.now() - self.began_s
         return BatchSizeResult(batch, tuple(self.samples), why, spent_s, in_time, of_each)

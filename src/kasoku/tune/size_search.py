@@ -52,18 +52,18 @@ def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple
 
     `worth` may depend on all measurements so far.
     """
-    batch: int | None = tries.limits.first
+    batch: int | None = tries.least
     first_s = again_s = 0.0
     while batch is not None:
         known = any(sample.batch == batch for sample in tries.samples)
-        began_s = tries.limits.clock.now()
+        began_s = tries.clock.now()
         if tries.take(batch) is None:
             break
-        took_s = tries.limits.clock.now() - began_s
+        took_s = tries.clock.now() - began_s
         first_s, again_s = (first_s, again_s + took_s) if known else (first_s + took_s, again_s)
         good = tries.good
         most = max(worth(s.batch, s.step_s) for s in good)
-        gaps = [_between(good, i, worth, tries.limits.multiple) for i in range(len(good) - 1)]
+        gaps = [_between(good, i, worth, tries.multiple) for i in range(len(good) - 1)]
         gaps.append(_above(tries, good, worth, least_gain))
         value, batch = max((gap for gap in gaps if gap), default=(-math.inf, None))
         if value <= most * (1 + least_gain):
@@ -140,7 +140,7 @@ def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_g
         reach = next(b for b, w in zip(sizes, worths, strict=True) if w >= value * (1 - least_gain / 2))
     if tries.failed is not None:  # halves the gap to the size that failed
         reach = min(reach, (last.batch + tries.failed) // 2)
-    above = _rounded(min(reach, _LEAP * last.batch, most), last.batch, most + 1, tries.limits.multiple)
+    above = _rounded(min(reach, _LEAP * last.batch, most), last.batch, most + 1, tries.multiple)
     return (value, above or most) if above or tries.failed is None else None
 
 

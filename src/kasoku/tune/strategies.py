@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from kasoku.core import InputError
-from kasoku.tune.measurement import BatchSizeResult, Limits, Measure, Measurement, Needs, SizeSearch
+from kasoku.tune.measurement import BatchSizeResult, Measurement, Needs, SizeSearch
 from kasoku.tune.size_search import search_sizes
 
 _CHECK_EVERY = 5  # loops between two tests of convergence
@@ -22,8 +22,8 @@ class Strategy(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
-        """Tries sizes within the limits; returns the best so far when time is over. Raises InputError if none runs."""
+    def search(self, tries: SizeSearch) -> BatchSizeResult:
+        """Tries sizes; returns the best so far when time is over. Raises InputError if none runs."""
 
 
 class _Assessment(NamedTuple):
@@ -42,10 +42,10 @@ class _Growth:
 
     near: ClassVar[float]
 
-    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
+    def search(self, tries: SizeSearch) -> BatchSizeResult:
         """The size at convergence, or the last one that ran; when time is over, the best so far."""
-        tries, ran, assessed = SizeSearch(measure, limits), list[Measurement](), dict[int, _Assessment]()
-        size = min(max(round(limits.start / limits.multiple) * limits.multiple, limits.first), limits.last)
+        ran, assessed = list[Measurement](), dict[int, _Assessment]()
+        size = min(max(round(tries.start / tries.multiple) * tries.multiple, tries.least), tries.most)
         step, grow, checked = 1, True, math.nan
         for loop in range(_MAX_LOOPS + 1):
             before, sample = size, tries.take(size)
@@ -55,23 +55,23 @@ class _Growth:
             if sample.failed and assessed:
                 break
             if sample.failed:
-                size = max(limits.first, size // 2 // limits.multiple * limits.multiple)
+                size = max(tries.least, size // 2 // tries.multiple * tries.multiple)
             else:
                 ran.append(sample)
-                assessment = assessed[size] = self._assess(sample, ran[0], limits)
+                assessment = assessed[size] = self._assess(sample, ran[0], tries.multiple)
                 if loop % _CHECK_EVERY == 0 or len(assessed) == 1:
                     if abs(assessment.settled_by - checked) <= self.near:
                         return tries.result(size, f"{assessment.why}, converged in {loop} loops")
                     checked = assessment.settled_by
                 step, grow = min(step + 1, _MAX_STEP) if assessment.grow == grow else 1, assessment.grow
-                size = min(max(size + (step if grow else -step) * limits.multiple, limits.first), tries.most)
+                size = min(max(size + (step if grow else -step) * tries.multiple, tries.least), tries.most)
             if size == before:
                 break
         last, end = (ran or tries.good)[-1], tries.samples[-1]  # `good` raises where no size worked
         why = f"; batch {end.batch}: {end.failed}" if end.failed else f", after {loop} loops"
         return tries.result(last.batch, assessed[last.batch].why + why)
 
-    def _assess(self, sample: Measurement, first: Measurement, limits: Limits) -> _Assessment:
+    def _assess(self, sample: Measurement, first: Measurement, multiple: int) -> _Assessment:
         raise NotImplementedError
 
 
@@ -87,12 +87,12 @@ class GpuUsageMaximize(_Growth):
         if not 0 < self.target <= 1:
             raise InputError(f"target={self.target}: a share above 0 and at most 1")
 
-    def _assess(self, sample: Measurement, first: Measurement, limits: Limits) -> _Assessment:
+    def _assess(self, sample: Measurement, first: Measurement, multiple: int) -> _Assessment:
         used = sample.utilisation
         if math.isnan(used):
             raise InputError("GpuUsageMaximize: the utilization of this device is unknown: take Throughput")
         far = abs(used - self.target)
-        return _Assessment(sample.batch / limits.multiple, used < self.target, far, f"the device is used to {used:.0%}")
+        return _Assessment(sample.batch / multiple, used < self.target, far, f"the device is used to {used:.0%}")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class EpochTimeMinimize(_Growth):
     near: ClassVar[float] = 0.05  # of the first size's epoch
     needs: ClassVar[Needs] = Needs()
 
-    def _assess(self, sample: Measurement, first: Measurement, limits: Limits) -> _Assessment:
+    def _assess(self, sample: Measurement, first: Measurement, multiple: int) -> _Assessment:
         ratio = first.images_per_s / sample.images_per_s
         return _Assessment(ratio, True, ratio, f"an epoch takes {ratio:.2f} times as long as with {first.batch}")
 
@@ -126,8 +126,7 @@ class Throughput:
     def __post_init__(self) -> None:
         _check_gain(self.least_gain)
 
-    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
-        tries = SizeSearch(measure, limits)
+    def search(self, tries: SizeSearch) -> BatchSizeResult:
         best, in_time = search_sizes(tries, lambda batch, step_s: batch / step_s, least_gain=self.least_gain)
         return tries.result(best.batch, _most(best, tries), in_time=in_time)
 
@@ -164,28 +163,27 @@ class TimeToTarget:
         """The noise scale, unless the epochs are known."""
         return Needs(noise=not self.epochs, brief=True)
 
-    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
+    def search(self, tries: SizeSearch) -> BatchSizeResult:
         if self.epochs:
             (smallest, _), *_, (largest, _) = self.epochs
-            limits = replace(limits, least=max(limits.least, smallest), most=min(limits.most, largest))
-        tries = SizeSearch(measure, limits)
+            tries = replace(tries, least=max(tries.least, smallest), most=min(tries.most, largest))
 
         def scale() -> float | None:
             """The latest noise scale, which is estimated from all measurements up to it."""
             return next((s.noise for s in reversed(tries.samples) if s.noise is not None), None)
 
         def epochs(batch: int) -> float:
-            return self.epochs_at(batch, limits.start, scale())
+            return self.epochs_at(batch, tries.start, scale())
 
         best, in_time = search_sizes(tries, lambda b, step_s: b / step_s / epochs(b), least_gain=self.least_gain)
         rate, count, noise, longer = f"{best.images_per_s:,.0f} images/s", len(tries.good), scale(), epochs(best.batch)
         if self.epochs:
-            seconds = longer * limits.images / best.images_per_s
+            seconds = longer * tries.images / best.images_per_s
             why = f"{rate} and {longer:.1f} epochs make {seconds:,.0f} s, the least of {count} sizes"
         elif noise is None:
             why = f"{_most(best, tries)}; the gradient noise scale is unknown, so all images count the same"
         else:
-            epochs_of = f"{longer:.2f} times the epochs of batch {limits.start}"
+            epochs_of = f"{longer:.2f} times the epochs of batch {tries.start}"
             why = f"{rate} at {epochs_of} (gradient noise scale {noise:,.0f} images), the best of {count} sizes"
         return tries.result(best.batch, why, epochs=epochs, in_time=in_time)
 
