@@ -192,11 +192,12 @@ def test_an_overflow_skips_the_step_of_its_rank_or_node_alone(beside: tuple[Tech
 @pytest.mark.parametrize(("beside", "images"), [((), 2), ((), 4), ((AllReduce(),), 8)], ids=["half", "share", "node"])
 def test_groups_have_norm_batch_images_of_those_that_step_together(beside, images: int, monkeypatch):
     """A rank takes 4 images of a batch of 16. One node makes no step, so that nothing may wait for it."""
-    counts: set[int] = set()
+    counts, means = set[int](), dict[int, Tensor]()
     take, values = virtual_ranks._RunningStatistics.take, 8 * 8  # of a channel of an image
 
     def noted(self: Any, i: int, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
         counts.add(n // values)
+        means.setdefault(self.job.comm.rank, mean_C.clone())
         take(self, i, mean_C, variance_C, n)
 
     monkeypatch.setattr(virtual_ranks._RunningStatistics, "take", noted)
@@ -210,7 +211,8 @@ def test_groups_have_norm_batch_images_of_those_that_step_together(beside, image
         return weights(job)
 
     ranks = Threads(SIZE).run(run)
-    assert counts == {images}
+    assert counts == {min(images, 4)}  # a rank's own of its group
+    assert torch.equal(means[0], means[1]) == (images > 4)
     for other in ranks[1:]:
         assert_same(ranks[0], other)
 

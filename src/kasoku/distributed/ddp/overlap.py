@@ -302,9 +302,8 @@ class Engine:
             order = [[chunk.bucket, chunk.start, chunk.stop] for chunk in plan.order]
             buckets = [list(bucket) for bucket in plan.buckets]
             searched = {"groups": buckets, "order": order, "policy": plan.policy, "late": self.late}
-        own = self.reduce.state_dict()  # errors not sent yet differ by rank, and only one rank writes the checkpoint
-        keeps = type(self.reduce).state_dict is not Reduce.state_dict  # on every rank; `own` may be empty on some
-        return {"plan": searched, "reduce": self.job.comm.gather_objects(own) if keeps else []}
+        keeps = type(self.reduce).state_dict is not Reduce.state_dict  # by rank, and only one writes the checkpoint
+        return {"plan": searched, "reduce": self.job.comm.gather_objects(self.reduce.state_dict()) if keeps else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with the checkpoint's plan. Raises InputError for a plan of another model."""
