@@ -213,8 +213,8 @@ def all_reduce(record: Record) -> str:
 
 def asynchronous(record: Record) -> str:
     engine = record.job.kept("asynchronous")
-    owners, groups = len(engine.weights.owners), len(engine.weights.groups)
-    wanted = owners * owners * groups * record.job.steps  # each worker to each owner, also between sync points
+    workers, groups = len(engine.weights.workers), len(engine.weights.groups)
+    wanted = workers * workers * groups * record.job.steps  # from each to each, also between sync points
     updates = sum(engine.staleness.values())
     return acted(updates == wanted, f"{updates} updates were exchanged, not {wanted}")
 
