@@ -153,7 +153,7 @@ def combining() -> str:
     known = json.loads(COMBINING.read_text())
     others: dict[str, list[tuple[str, str, str]]] = {"refuse": [], "less": [], "not run": []}
     for row in known["others"]:
-        others[row["kind"]].append((linked(row["one"]), linked(row["other"]), row["line"]))
+        others[row["kind"]].append((linked(row["one"]), linked(row["other"]), row["line"].replace("\n", "<br>")))
     refused = [(one, other, *line.partition(": ")[2].split("; ", 1)) for one, other, line in others["refuse"]]
     names = list(known["signs"])
     counts = (
@@ -168,12 +168,18 @@ def combining() -> str:
     if others["not run"]:
         shown += ["## Pairs that were not run", table(["one", "other", "why"], others["not run"])]
     if known["stand_ins"]:
+        never = [row for row in known["others"] if row["kind"] in ("refuse", "not run")]
         pairs = sum(len(names) - 1 - i for i in range(len(known["stand_ins"])))
+        pairs -= sum(not {row["one"], row["other"]}.isdisjoint(known["stand_ins"]) for row in never)
         on_cpu = "; ".join(f"{linked(name)}, by {way}" for name, way in known["stand_ins"].items())
         told = f"Some techniques need a GPU. Their {pairs} pairs ran on a CPU with stand-ins: {on_cpu}."
         shown += ["## Pairs without their device", f"{told}\nNo GPU has seen these pairs."]
-    stacks = [(cited(sentence(name)), ", ".join(map(linked, members))) for name, members in known["stacks"].items()]
-    shown += ["## More than two", "Whole stacks pass the same contracts:", table(["stack", "techniques"], stacks)]
+    stacks = [
+        (cited(sentence(name)), ", ".join(map(linked, row["members"])), row.get("line", "").replace("\n", "<br>"))
+        for name, row in known["stacks"].items()
+    ]
+    told = "Whole stacks pass the same contracts. The last column has the lines of techniques that do less in them."
+    shown += ["## More than two", told, table(["stack", "techniques", "does less"], stacks)]
     signs = [(linked(name), sentence(sign)) for name, sign in known["signs"].items()]
     shown += ["## How each technique shows that it worked", table(["technique", "a training with it shows"], signs)]
     return "\n\n".join(part for part in shown if part)

@@ -7,13 +7,31 @@ import json
 import re
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from contracts import one_thread as one_thread
-from helpers.matrix import COMBINING, PAIRS, STACKS, STEPS, Setup, judged, outcome, together, train
+from contracts import weights
+from helpers.matrix import (
+    COMBINING,
+    PAIRS,
+    STACKS,
+    STEPS,
+    STOP,
+    Setup,
+    equals_one_rank,
+    judged,
+    outcome,
+    together,
+    train,
+)
 from helpers.witnesses import BY_NAME, MEMBERS, Member, files, shipped
-from kasoku.core import Job, Technique, Threads
+from kasoku.core import Comm, Job, Technique, Threads
+from kasoku.distributed import Overlap, VirtualRanks
+from kasoku.memory import SavedMemory
+from kasoku.optim import Clip
 
 IMPORTANT = {
     ("Overlap", "VirtualRanks"),
@@ -26,7 +44,16 @@ IMPORTANT = {
     ("Overlap", "Rate"),
 }
 KNOWN = json.loads(COMBINING.read_text())
-OTHERS = {(row["one"], row["other"]): (row["kind"], row["line"]) for row in KNOWN["others"]}
+OTHERS = {(row.pop("one"), row.pop("other")): row for row in KNOWN["others"]}
+# What a technique asks of a job, and does not get.
+SILENT = {
+    ("EMA", "after_update"),
+    ("EMA", "around_evaluation"),
+    ("Lookahead", "after_update"),
+    ("LossScale", "patch"),
+    ("LossScale", "decide_step"),
+    ("Asynchronous", "after_step"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +80,12 @@ def test_every_technique_is_in_the_matrix():
 )
 def test_a_pair_combines_or_says_why_not(pair, where):
     result = outcome(pair, where)
-    assert (result.kind, result.line) == OTHERS.get(names(pair), ("combine", "")), "run make combining"
+    assert result.row() == OTHERS.get(names(pair), {"kind": "combine"}), "run make combining"
 
 
 def test_what_is_known_of_the_pairs_is_of_these_techniques():
     refused = {names(p): line for p in PAIRS if (line := p[0].technique.conflict(p[1].technique))}
-    assert {pair: line for pair, (kind, line) in OTHERS.items() if kind == "refuse"} == refused
+    assert {pair: row["line"] for pair, row in OTHERS.items() if row["kind"] == "refuse"} == refused
     assert KNOWN["pairs"] == len(PAIRS)
     assert set(OTHERS) <= {names(pair) for pair in PAIRS}
     assert {names(pair) for pair in PAIRS} >= IMPORTANT
@@ -76,25 +103,67 @@ def test_a_technique_alone_holds_its_promises(member, where):
     assert outcome([member], where).kind == "combine"
 
 
-@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+@pytest.mark.parametrize(
+    "member", [m for m in MEMBERS if m.name not in {"Overlap", *(name for name, _ in SILENT)}], ids=lambda m: m.name
+)
 def test_a_witness_sees_that_its_technique_did_nothing(member, where):
     def rank(comm):
         record = Setup((), where).record(comm, seed=0)
         train(record, STEPS)
         record.trained = record.evaluated = record.start
-        try:
-            return member.witness(record)
-        except (KeyError, AttributeError):  # of the state that it would keep
-            return "no state"
+        return member.witness(record)
 
-    if member.name != "Overlap":  # which the ranks of this test train with
-        assert all(Threads(2).run(rank))
+    assert all(Threads(2).run(rank))
+
+
+@pytest.mark.parametrize(("name", "moment"), sorted(SILENT))
+def test_a_technique_that_is_applied_and_silenced_is_found(name, moment, where, monkeypatch):
+    member = BY_NAME[name]
+    own = type(member.technique).apply
+
+    def apply(self: Technique, job: Job) -> None:
+        with mock.patch.object(job, moment):
+            own(self, job)
+
+    monkeypatch.setattr(type(member.technique), "apply", apply)
+    assert all(found_by(member, where))
+
+
+def test_updates_that_are_exchanged_at_sync_points_alone_are_found(where):
+    member = BY_NAME["Asynchronous"]
+    assert all(found_by(replace(member, technique=replace(member.technique, every=100)), where))
+    assert not any(found_by(member, where))
+
+
+def found_by(member: Member, where: Path) -> list[str]:
+    """What its witness finds undone, on each rank."""
+
+    def rank(comm: Comm) -> str:
+        record = Setup((member,), where).record(comm, seed=comm.rank)
+        train(record, STOP)  # drains: a sync point more
+        train(record, STEPS - STOP)
+        record.trained = weights(record.job)
+        with record.job.evaluation():
+            record.evaluated = weights(record.job)
+        return member.witness(record)
+
+    return Threads(2).run(rank)
+
+
+SPANNING = VirtualRanks(norm_batch=16, average=0.5)  # a rank takes 8 images of a batch
+
+
+@pytest.mark.parametrize("beside", [(), (Overlap(),), (SavedMemory(factor=1.1),), (Clip(norm=0.05),)])
+def test_groups_that_span_ranks_train_to_the_weights_of_one_rank(beside: tuple[Technique, ...], where):
+    members = [replace(BY_NAME[type(t).__name__], technique=t) for t in (SPANNING, *beside)]
+    equals_one_rank(Setup(tuple(members), where))
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_a_whole_stack_trains_together(name, where):
-    assert together(replace(STACKS[name], where=where)).kind in ("combine", "less")
-    assert KNOWN["stacks"][name] == [member.name for member in STACKS[name].members]
+    members = [member.name for member in STACKS[name].members]
+    result = together(replace(STACKS[name], where=where))
+    assert {"members": members, **result.row()} == KNOWN["stacks"][name], "run make combining"
 
 
 def deaf(job: Job) -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from contracts import Net, assert_same, make, through_a_file, train, weights
+from contracts import Batches, Net, assert_same, make, through_a_file, train, weights
 from helpers.graphs import captured_on_cpu
 from helpers.ranks import on_processes
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.device import Graphs, LossScale
-from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, PerLayer, VirtualRanks
+from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, PerLayer, Planned, VirtualRanks, Wire
 from kasoku.distributed.batchnorm import virtual_ranks
 from kasoku.optim import EMA, Lookahead, sgd
 
@@ -192,11 +192,12 @@ def test_an_overflow_skips_the_step_of_its_rank_or_node_alone(beside: tuple[Tech
 @pytest.mark.parametrize(("beside", "images"), [((), 2), ((), 4), ((AllReduce(),), 8)], ids=["half", "share", "node"])
 def test_groups_have_norm_batch_images_of_those_that_step_together(beside, images: int, monkeypatch):
     """A rank takes 4 images of a batch of 16. One node makes no step, so that nothing may wait for it."""
-    counts: set[int] = set()
+    counts, means = set[int](), dict[int, Tensor]()
     take, values = virtual_ranks._RunningStatistics.take, 8 * 8  # of a channel of an image
 
     def noted(self: Any, i: int, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
         counts.add(n // values)
+        means.setdefault(self.job.comm.rank, mean_C.clone())
         take(self, i, mean_C, variance_C, n)
 
     monkeypatch.setattr(virtual_ranks._RunningStatistics, "take", noted)
@@ -210,7 +211,8 @@ def test_groups_have_norm_batch_images_of_those_that_step_together(beside, image
         return weights(job)
 
     ranks = Threads(SIZE).run(run)
-    assert counts == {images}
+    assert counts == {min(images, 4)}  # a rank's own of its group
+    assert torch.equal(means[0], means[1]) == (images > 4)
     for other in ranks[1:]:
         assert_same(ranks[0], other)
 
@@ -285,6 +287,70 @@ def test_resumed_nodes_go_on_from_the_same_weights():
         assert_same(ranks[0][0], kept)
         assert_same(ranks[0][1], later)
     assert not torch.equal(ranks[0][0]["head.weight"], ranks[0][1]["head.weight"])
+
+
+def of_unequal_speed(comm: Comm, *techniques: Technique) -> Job:
+    """The second node has half of the batches: where ranks wait for all others, it has made half as many steps."""
+    job = make(*techniques, model=Net(seed=comm.rank, **PLAIN), comm=comm)
+    assert isinstance(job.plain_loader, Batches)
+    del job.plain_loader.batches[4 - 2 * (comm.rank // NODE) :]
+    return job
+
+
+def test_a_node_may_measure_its_plan_while_another_has_one():
+    """It measures on in synchronous steps, which all ranks make together."""
+
+    def run(comm: Comm) -> tuple[bool, bool, dict[str, Tensor]]:
+        planned = Overlap(Planned(warm=0, measure=1), show=False)
+        job = of_unequal_speed(comm, nodes(finish=1.0), planned)
+        engine = job.kept("overlap")
+        train_alone(job, len(job.plain_loader))
+        job.plain_loader.position = 0
+        early = engine.profiler is None
+        train(job, 8)  # of both nodes: as many steps, all of them synchronous
+        return early, engine.profiler is None, weights(job)
+
+    ranks = Threads(SIZE).run(run)
+    assert [early for early, _, _ in ranks] == [True, True, False, False]
+    assert all(late for _, late, _ in ranks)
+    for _, _, found in ranks[1:]:
+        assert_same(ranks[0][2], found)
+
+
+@pytest.mark.parametrize("busy", [[0], [1], [0, 1]], ids=["first node", "second node", "both"])
+def test_nodes_save_the_errors_of_their_reducer_at_any_step(busy: list[int]):
+    def run(comm: Comm) -> tuple[list[bool], bool]:
+        job = make(nodes(), Overlap(GROUPS, reducer=Wire()), model=Net(seed=comm.rank, **PLAIN), comm=comm)
+        if comm.rank // NODE in busy:
+            train_alone(job, 3)
+        state = through_a_file(job.state_dict())
+        other = make(nodes(), Overlap(GROUPS, reducer=Wire()), model=Net(seed=7, **PLAIN), comm=comm)
+        other.model.load_state_dict(job.model.state_dict())
+        other.load_state_dict(state)
+        own, found = (j.kept("overlap").reduce.state_dict() for j in (job, other))
+        same = own.keys() == found.keys()
+        for name, by_key in own.items():
+            assert_same(by_key, found[name])
+        return [bool(errors) for errors in state["kept"]["overlap"]["reduce"]], same
+
+    for saved, same in Threads(SIZE).run(run):
+        assert saved == [rank // NODE in busy for rank in range(SIZE)]
+        assert same
+
+
+def test_nodes_of_unequal_numbers_of_steps_meet_in_a_synchronous_phase():
+    def run(comm: Comm) -> tuple[int, list[Tensor]]:
+        job = of_unequal_speed(comm, nodes(finish=1.0), Overlap(GROUPS, reducer=Wire()), LossScale(start=8.0))
+        seen: list[Tensor] = []
+        train_alone(job, len(job.plain_loader))
+        job.plain_loader.position, own = 0, job.steps
+        train(job, 4, each=lambda: seen.append(whole(job)))
+        return own, seen
+
+    ranks = Threads(SIZE).run(run)
+    assert [steps for steps, _ in ranks] == [4, 4, 2, 2]
+    for every in zip(*(seen for _, seen in ranks), strict=True):
+        assert all(torch.equal(every[0], x) for x in every[1:])
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,19 @@ PAIRS = list(itertools.combinations(MEMBERS, 2))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of techniques side by side. `line`: the refusal, the reason, or the line of one that does less."""
+    """What became of techniques side by side.
+
+    `line`: the refusal, the reason, or the lines of those that do less; `undone`: what their witnesses miss, and they
+    miss nothing else.
+    """
 
     kind: str  # "combine", "less", "refuse", "not run"
     line: str = ""
+    undone: str = ""
+
+    def row(self) -> dict[str, str]:
+        """As it is recorded, without what is empty."""
+        return {name: value for name, value in vars(self).items() if value}
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,8 @@ STACKS = {
         "Rate", "Overlap", "VirtualRanks", "LossScale", "Autocast", "ChannelsLast", optimizer=partial(lars, lr=0.1)
     ),
     "[001]: nodes that do not wait": stack("Asynchronous", "Overlap", "VirtualRanks", "EMA", "Rate", "Autocast"),
-    "[003]: memory and the next forward": stack("SavedMemory", "Overlap", "VirtualRanks", "Rate"),
+    "[003]: short of memory": stack("SavedMemory", "Overlap", "VirtualRanks", "Rate"),
+    "compiled, clipped and short of memory": stack("Compile", "Clip", "SavedMemory", "Overlap", "EMA"),
     "small images in seconds": stack(
         "Augment", "Seeded", "ChannelsLast", "Rate", "Lookahead", "Overlap", "VirtualRanks"
     ),
@@ -189,10 +199,11 @@ def watch_after(record: Record) -> None:
     count = count_collectives(job, getattr(kept.get("overlap"), "comm", job.step_comm))
 
     def updated(params: Sequence[Tensor]) -> None:
-        for p in params if "lookahead" in kept else ():
-            average = kept["lookahead"].averages.get(names[p])
-            if average is not None and torch.equal(average, p):
-                record.written_back.add(names[p])
+        if average := kept.get("lookahead"):
+            for name in [names[p] for p in params if average.updates.get(names[p], 0) > average.every]:
+                # In its first round an average equals the weights in any case.
+                if torch.equal(average.averages[name], average.params[name]):
+                    record.written_back.add(name)
 
     def stepped() -> None:
         record.rates.append((job.progress, job.hyper()[0]["lr"]))
@@ -239,7 +250,9 @@ def train(record: Record, steps: int) -> None:
             record.seeds.append(torch.default_generator.initial_seed())
             record.accumulate.append(job.accumulate)
             calls = CALLS[me]
-            with kept_for_backward(job.model, record.kept_bytes):
+            # A compiler would take the hooks of the first forward for the model's own.
+            watched = kept_for_backward(job.model, record.kept_bytes) if record.losses else contextlib.nullcontext()
+            with watched:
                 out = job.model(x_NCHW)
             record.compiled.append(CALLS[me] - calls)
             record.replayed.append("Graphed" in made_by(out.grad_fn))
@@ -307,10 +320,21 @@ def resumed(setup: Setup, comm: Comm, saved: dict[str, Any]) -> Record:
     record = setup.record(comm, seed=9)
     record.job.model.load_state_dict(saved["model"])
     record.job.load_state_dict(saved["job"])
+    assert_same_state(saved["job"]["kept"], through_a_file(record.job.state_dict())["kept"], "kept")
     train(record, STEPS - STOP)
     evaluate(record)
     record.job.close()
     return record
+
+
+def assert_same_state(saved: Any, found: Any, where: str) -> None:
+    """What techniques keep is whole again; so it is seen where steps do not repeat, too."""
+    if isinstance(saved, dict):
+        assert saved.keys() == found.keys(), where
+        for key, value in saved.items():
+            assert_same_state(value, found[key], f"{where}.{key}")
+    else:
+        assert torch.equal(saved, found) if torch.is_tensor(saved) else saved == found, f"{where} differs"
 
 
 def in_reverse(setup: Setup, comm: Comm) -> dict[str, Tensor]:
@@ -350,15 +374,16 @@ def together(setup: Setup) -> Outcome:
     return judged([what for _, undone in runs for what in undone], lines)
 
 
-def judged(undone: Sequence[str], lines: Sequence[str]) -> Outcome:
+def judged(undone: Sequence[str], said: Sequence[str]) -> Outcome:
     """A technique that leaves something undone must have said so in a line."""
     shown = []
     for what in undone:
         name = what.partition(":")[0]
-        line = next((line for line in lines if line.startswith(f"kasoku: {name}: ")), "")
+        line = next((line for line in said if line.startswith(f"kasoku: {name}: ")), "")
         assert line, f"quietly less: {what}"
         shown.append(line.removeprefix("kasoku: "))
-    return Outcome("less", " ".join(dict.fromkeys(shown))) if shown else Outcome("combine")
+    lines, missed = ("\n".join(dict.fromkeys(each)) for each in (shown, undone))
+    return Outcome("less", lines, missed) if shown else Outcome("combine")
 
 
 def trains(setup: Setup, records: Sequence[Record]) -> None:
@@ -410,13 +435,14 @@ def outcome(members: Sequence[Member], where: Path, **more: Any) -> Outcome:
 
 
 def write(*names: str) -> str:
-    """Runs the pairs of these techniques, or all, and writes those that do not simply combine.
+    """Runs the pairs and stacks of these techniques, or all, and writes those that do not simply combine.
 
-    Returns a line for each pair that breaks a contract, and then writes nothing.
+    Returns a line for each that breaks a contract, and then writes nothing.
     """
     run = [pair for pair in PAIRS if not names or {member.name for member in pair} & {*names}]
-    known = json.loads(COMBINING.read_text())["others"] if names else []
-    others, wrong = [row for row in known if not {row["one"], row["other"]} & {*names}], []
+    known = json.loads(COMBINING.read_text()) if names else {"others": [], "stacks": {}}
+    others, wrong = [row for row in known["others"] if not {row["one"], row["other"]} & {*names}], []
+    stacks = {}
     with tempfile.TemporaryDirectory() as folder_name:
         where = files(Path(folder_name))
         for one, other in run:
@@ -426,13 +452,22 @@ def write(*names: str) -> str:
                 wrong.append(f"{one.name} and {other.name}: {type(error).__name__}: {error}")
                 continue
             if result.kind != "combine":
-                others.append({"one": one.name, "other": other.name, "kind": result.kind, "line": result.line})
+                others.append({"one": one.name, "other": other.name, **result.row()})
+        for name, setup in STACKS.items():
+            members = [member.name for member in setup.members]
+            if names and not {*members} & {*names} and name in known["stacks"]:
+                stacks[name] = known["stacks"][name]
+                continue
+            try:
+                stacks[name] = {"members": members, **together(replace(setup, where=where)).row()}
+            except Exception as error:
+                wrong.append(f"{name}: {type(error).__name__}: {error}")
     if not wrong:
         found = {
             "pairs": len(PAIRS),
             "stand_ins": {member.name: member.on_cpu for member in MEMBERS if member.on_cpu},
             "signs": {member.name: member.sign for member in MEMBERS},
-            "stacks": {name: [member.name for member in setup.members] for name, setup in STACKS.items()},
+            "stacks": stacks,
             "others": sorted(others, key=lambda row: (row["one"], row["other"])),
         }
         COMBINING.write_text(json.dumps(found, indent=1) + "\n")

@@ -122,7 +122,8 @@ class Planner(BoundToModel):
         batch, key = len(args[0]), self._key_of(args[0])
         if self._key is not None and key == self._key[1] and batch <= self._key[0] and not self._optimizer_grew():
             return
-        self._make_plan(args[0])
+        with torch.compiler.set_stance("force_eager"):  # a block that is met in an inspection would never be compiled
+            self._make_plan(args[0])
         self._key = batch, key
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], out: object) -> None:

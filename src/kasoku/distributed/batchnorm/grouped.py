@@ -31,7 +31,7 @@ class Steer:
 
     Attributes:
         images: number that share statistics; 0: all of one forward; if more than those, a group spans several ranks.
-        take: called with each group's statistics, in float32 or the buffers' type.
+        take: called with each group's statistics, in float32 or the buffers' type, and this rank's values a channel.
         alone: groups stay within one forward of one rank, and may be smaller.
         trace: records the time spent waiting for other ranks.
     """
@@ -87,17 +87,18 @@ class Steer:
 
     def across(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The output, the mean and 1 / sqrt(variance + eps) of a group that spans ranks. Collective."""
-        variance_C, mean_C = torch.var_mean(x.float(), dim=_but_channels(x), correction=0)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        variance_C, mean_C = torch.var_mean(x.to(exact), dim=_but_channels(x), correction=0)
         both_R2C = self._of_group(torch.stack([mean_C, variance_C]), len(x))
         mean_C = both_R2C[:, 0].mean(0)
         variance_C = both_R2C[:, 1].mean(0) + both_R2C[:, 0].var(0, correction=0)
-        self.take(mean_C, variance_C, self.images * (x.numel() // (x.shape[0] * x.shape[1])))
+        self.take(mean_C, variance_C, x.numel() // x.shape[1])  # of this rank: the others count their own
         scale_C = (variance_C + self.norm.eps).rsqrt()
         return self.affine(x, mean_C, scale_C), mean_C, scale_C
 
     def affine(self, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
         """The output of `across` again."""
-        normal = (x.float() - _wide(mean_C, x)).mul_(_wide(scale_C, x))
+        normal = (x - _wide(mean_C, x)).mul_(_wide(scale_C, x))
         if self.norm.weight is not None:
             normal.mul_(_wide(self.norm.weight, x))
         if self.norm.bias is not None:
@@ -106,8 +107,8 @@ class Steer:
 
     def gradients(self, dy: Tensor, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> tuple[Tensor, Any, Any]:
         """The gradients of the input, weight and bias of `across`. Collective."""
-        dy, weight = dy.float(), self.norm.weight
-        normal = (x.float() - _wide(mean_C, x)).mul_(_wide(scale_C, x))
+        dy, weight = dy.to(scale_C.dtype), self.norm.weight
+        normal = (x - _wide(mean_C, x)).mul_(_wide(scale_C, x))
         sums_2C = torch.stack([dy.sum(_but_channels(x)), (dy * normal).sum(_but_channels(x))])
         n = x.numel() // x.shape[1] * self._ranks(len(x))
         all_2C = self._of_group(sums_2C, len(x)).sum(0) / n

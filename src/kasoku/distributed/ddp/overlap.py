@@ -23,6 +23,7 @@ from kasoku.core.torch_internals import version
 from kasoku.distributed.ddp.all_reduce import TWO_AVERAGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy, table
+from kasoku.distributed.ddp.chained_reduce import Reduce
 from kasoku.distributed.ddp.compression import Mean, Reducer
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel
 from kasoku.distributed.ddp.layer_index import LayerIndex
@@ -300,8 +301,8 @@ class Engine:
             order = [[chunk.bucket, chunk.start, chunk.stop] for chunk in plan.order]
             buckets = [list(bucket) for bucket in plan.buckets]
             searched = {"groups": buckets, "order": order, "policy": plan.policy, "late": self.late}
-        own = self.reduce.state_dict()  # errors not sent yet differ by rank, and only one rank writes the checkpoint
-        return {"plan": searched, "reduce": self.job.comm.gather_objects(own) if own else []}
+        keeps = type(self.reduce).state_dict is not Reduce.state_dict  # by rank, and only one writes the checkpoint
+        return {"plan": searched, "reduce": self.job.comm.gather_objects(self.reduce.state_dict()) if keeps else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with the checkpoint's plan. Raises InputError for a plan of another model."""

@@ -59,6 +59,7 @@ class StepProfiler:
         self, job: Job, settings: Planned, comm: Comm, reduce: Reduce, layers: LayerIndex, layout: BucketLayout
     ) -> None:
         self.job, self.reduce, self.layers, self.layout = job, reduce, layers, layout
+        self.ranks = job.step_comm  # of now: in a synchronous phase other nodes, which may have a plan, step along
         batches = operator.length_hint(job.loader)  # 0: not known
         most = max(1, batches // job.accumulate // _SHARE) if batches else settings.measure
         each = min(settings.measure, most)
@@ -180,14 +181,14 @@ class StepProfiler:
     def all_reduced(self, values: Sequence[float], *, op: str) -> list[float]:
         """The mean or the maximum over ranks."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.job.step_comm.all_reduce(x, op=op).wait()
+        self.ranks.all_reduce(x, op=op).wait()
         return cast(list[float], x.tolist())
 
     # ---- the plan
 
     def search_plan(self, *, next_forward: bool) -> tuple[BucketPlan, Forecast, bool, LinkModel] | None:
         """The result of rank 0's `search`, and the link; None if a rank saw no whole step. Collective."""
-        layers, comm = self.layers, self.job.step_comm
+        layers, comm = self.layers, self.ranks
         n = len(layers.modules)
         alone, beside = (self.steps[kind] for kind in _KINDS)
         incomplete = not (alone and beside)
