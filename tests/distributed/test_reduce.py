@@ -1,10 +1,13 @@
 """Means in fewer bytes: the same bits on every rank, nothing lost over steps, and networks as good."""
 
+import gc
 import io
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from helpers.ranks import on_ranks
 from kasoku.config.toml import parse, table
 from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.data import digits
-from kasoku.distributed.ddp.chained_reduce import Reduce
+from kasoku.distributed.ddp.chained_reduce import ChainedReduce, Reduce
 from kasoku.distributed.ddp.compression import Hierarchical, LowRank, Mean, Reducer, Wire
 from kasoku.distributed.environment import place
 
@@ -450,3 +453,25 @@ def test_networks_are_as_good(seeds: int):
     assert min(plain, wire) > 95.5, (plain, wire, low)
     assert abs(wire - plain) <= 0.5, (plain, wire, low)
     assert low > plain - 1.5, (plain, wire, low)
+
+
+class OnCuda:
+    """In the place of a tensor; without `record_stream`, which would delay the reuse of its memory."""
+
+    is_cuda, device = True, torch.device("cuda")
+
+
+def test_a_chain_on_a_side_stream_holds_its_tensor_until_waited_for(monkeypatch):
+    """By mocks of CUDA's streams; no GPU has seen it."""
+    for name in ("Event", "Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    x = OnCuda()
+    held = weakref.ref(x)
+    monkeypatch.setattr(ChainedReduce, "chain", lambda *_: iter(()))
+    work = ChainedReduce(mock.Mock(thread_safe=True), None)("key", x)
+    del x
+    gc.collect()
+    assert held() is not None
+    work.wait()
+    gc.collect()
+    assert held() is None

@@ -13,7 +13,7 @@ from helpers.started import port
 from kasoku.core import Comm, Threads
 from kasoku.distributed import TorchComm
 
-LIMIT_S = 60
+LIMIT_S = 60  # of a collective
 
 # Note: clean processes. The process of pytest holds threads (of tests before, of stores), and a lock that one of them
 # holds at a fork is never let go in the child. So ranks are forked from a server that has imported what they need and
@@ -53,7 +53,7 @@ def on_processes(size: int, f: Callable[..., Any], *args: Any) -> list[Any]:
         worker.start()
     try:
         found = dict(
-            sorted((rank, (value, error)) for rank, value, error in (results.get(timeout=LIMIT_S) for _ in workers))
+            sorted((rank, (value, error)) for rank, value, error in (results.get(timeout=3 * LIMIT_S) for _ in workers))
         )
     finally:
         for worker in workers:

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+
+from kasoku.core.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,3 +42,11 @@ def steering(norm: nn.Module) -> Any:
     """What groups the images of this BatchNorm in training now (`Steer`); None where torch's own forward holds."""
     steer = vars(norm).get("steer")
     return steer if norm.training and steer is not None and steer.norm is norm else None  # not of a deep copy
+
+
+def values_of_group(x: Tensor) -> int:
+    """The values a channel of images that share statistics in a BatchNorm. Raises InputError for a single one."""
+    n = x.numel() // x.shape[1]
+    if n < 2:
+        raise InputError("BatchNorm of one image of one pixel has no variance: at least 2 images must share statistics")
+    return n

@@ -6,8 +6,8 @@ of the data first, then the weights' over the area of the weights.
 Note: factors instead of gradients. Between ranks the gradient of a Linear would be a bucket of its own. Each rank can
 also gather all ranks' x and dy, and compute the mean gradient itself: B * (K + N) elements of each rank instead of
 K * N. All ranks add the same rows in rank order, so they get equal bits on equal hardware. Ranks may have different
-numbers of rows, so the largest is agreed in forward, and the others append zeros. Ref: Xie et al. 2015 (arXiv
-1511.05617), sufficient factor broadcasting.
+numbers of rows, so they agree on the largest in backward, and the others append zeros. Only this message makes the host
+wait, and no GPU: it travels between CPUs. Ref: Xie et al. 2015 (arXiv 1511.05617), sufficient factor broadcasting.
 """
 
 from functools import partial
@@ -30,8 +30,8 @@ _LARGE = 2**20  # bytes of weights; smaller ones are not worth it
 class LinearInBackward(BoundToModel):
     """Updates one Linear in its backward, if nothing else needs its gradient."""
 
-    def __init__(self, layer: nn.Linear, updates: BackwardUpdates) -> None:
-        self.layer, self.updates = layer, updates
+    def __init__(self, name: str, layer: nn.Linear, updates: BackwardUpdates) -> None:
+        self.name, self.layer, self.updates = name, layer, updates
         self.calls = 0  # forwards since the inspection began; only if 1 does the plan expect no gradient of the weight
         self.rows, self.itemsize = 0.0, 0  # for each image, and of the type it computes in, as of its last forward
         self.passes: WeakSet[Any] = WeakSet()  # forwards without a backward yet; of two, neither has the whole gradient
@@ -65,11 +65,22 @@ class LinearInBackward(BoundToModel):
             return 0
         return round(own * (ranks if weight.is_cuda else 2 * ranks + 1))
 
+    def agree(self, rows: int) -> int:
+        """The largest number of rows of a rank; 0: send the gradient, as a rank has rows = 0 or it is fewer bytes."""
+        with self.updates.job.trace.span("wait", "Linear"):
+            names, every = zip(*self.updates.job.step_comm.gather_objects((self.name, rows)), strict=True)
+        if len(set(names)) > 1:  # all ranks raise
+            order = f"ranks run the backward of large Linears in different orders ({', '.join(sorted(set(names)))})"
+            raise InputError(f"SavedMemory: {order}: set lossless = true, which allows any order")
+        return max(every) if all(every) and self.bytes_in_flight(max(every)) else 0
+
     def use(self, group: dict[str, Any], dy_NK: Tensor, x_NC: Tensor, rows: int) -> None:
         """Updates the weight, on several ranks when the factors of all ranks have arrived."""
         updates, exchange, weight = self.updates, self.updates.exchange, self.layer.weight
+        groups = zip(updates.settings(), updates.job.optimizer.param_groups, strict=True)
+        settings = next(own for own, now in groups if now is group)
         if exchange is None:
-            self.update(group, dy_NK, x_NC)
+            self.update(settings, dy_NK, x_NC)
             updates.free_gradient(weight)
             return
         size = exchange.factors.size
@@ -82,21 +93,21 @@ class LinearInBackward(BoundToModel):
             gathered.append(factor.new_empty(size * rows, factor.shape[1]))
             works.append(exchange.factors.all_gather(gathered[-1], factor.contiguous()))
         updates.free_gradient(weight)
-        exchange.leave_out(weight)
-        updates.launch(n, works, partial(self.update, group, *gathered, scale=1 / size))
+        exchange.skip(weight)
+        updates.enqueue(n, works, partial(self.update, settings, *gathered, scale=1 / size))
 
     @torch.no_grad()
-    def update(self, group: dict[str, Any], dy_NK: Tensor, x_NC: Tensor, *, scale: float = 1.0) -> None:
+    def update(self, settings: dict[str, Any], dy_NK: Tensor, x_NC: Tensor, *, scale: float = 1.0) -> None:
         """The step of SGD; the gradient, scale * dy^T x, is added to the momentum as it is computed."""
         job, weight = self.updates.job, self.layer.weight
         state = job.optimizer.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-        momentum = state["momentum_buffer"].mul_(group["momentum"])
-        if group["weight_decay"]:
-            momentum.add_(weight, alpha=group["weight_decay"])
+        momentum = state["momentum_buffer"].mul_(settings["momentum"])
+        if settings["weight_decay"]:
+            momentum.add_(weight, alpha=settings["weight_decay"])
         momentum.addmm_(dy_NK.to(weight.dtype).t(), x_NC.to(weight.dtype), alpha=scale)
-        weight.add_(momentum, alpha=-float(group["lr"]))
+        weight.add_(momentum, alpha=-float(settings["lr"]))
         job.run_after_update([weight])
 
 
@@ -104,10 +115,11 @@ def install_linears(job: Job, updates: BackwardUpdates) -> list[LinearInBackward
     """Replaces the forward of every large Linear that owns its weight, until the job is closed."""
     linears = []
     owned = [p for _, p in job.model.named_parameters(remove_duplicate=False)]
-    for layer in [m for m in job.model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]:
+    linear = [(n, m) for n, m in job.model.named_modules() if type(m) is nn.Linear and "forward" not in vars(m)]
+    for name, layer in linear:
         once = sum(p is layer.weight for p in owned) == 1  # none of a pruned one, whose weight is no parameter
         if once and layer.weight.nbytes >= _LARGE:
-            linears.append(LinearInBackward(layer, updates))
+            linears.append(LinearInBackward(name, layer, updates))
             job.patch(layer, "saved_memory", linears[-1])
             job.patch(layer, "forward", MethodType(_forward, layer))
     return linears
@@ -130,9 +142,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, owner: LinearInBackward, half: Any) -> Tensor:
         ctx.owner, ctx.half, ctx.version = owner, half, version(weight)
-        exchange = None if owner.inspected else owner.updates.exchange
-        ctx.rows = exchange and torch.tensor(x.numel() // x.shape[-1], device=x.device)
-        ctx.largest = exchange and exchange.factors.all_reduce(ctx.rows, op="max")  # the largest number of a rank
         owner.passes.add(ctx)
         for each in owner.passes:
             each.shared = len(owner.passes) > 1 or getattr(each, "shared", False)
@@ -146,7 +155,7 @@ class _Linear(torch.autograd.Function):
         owner: LinearInBackward = ctx.owner
         weight, bias = owner.layer.weight, owner.layer.bias
         owner.passes.discard(ctx)
-        if weight in owner.updates.stand_ins:
+        if weight in owner.updates.placeholders:
             again = "a second backward through a Linear whose weight the first one has updated"
             raise InputError(f"SavedMemory: {again}: set in_backward = false")
         if version(weight) != ctx.version:
@@ -155,13 +164,10 @@ class _Linear(torch.autograd.Function):
         dx = dy @ (weight if ctx.half is None else weight.to(ctx.half)) if ctx.needs_input_grad[0] else None
         db = flat.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
         adds, group = accumulates(ctx.next_functions[1][0]), owner.group
-        rows, large = len(x_NC), False
-        if ctx.largest is not None:
-            ctx.largest.wait()
-            rows = int(ctx.rows)
-            large = not owner.bytes_in_flight(rows)
-        if adds is None or ctx.shared or group is None or large:
-            return dx, (flat.t() @ x_NC).to(weight.dtype), db, None, None
-        if adds:
+        rows = len(x_NC) if adds and not ctx.shared and group is not None else 0
+        if adds and owner.updates.exchange is not None:
+            rows = owner.agree(rows)
+        if rows and group is not None:
             owner.use(group, flat, x_NC, rows)
-        return dx, None, db, None, None
+        dw = None if rows or adds is False else (flat.t() @ x_NC).to(weight.dtype)
+        return dx, dw, db, None, None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kasoku.core.blocks import steering
+from kasoku.core.blocks import steering, values_of_group
 from kasoku.core.torch_internals import batch_norm, batch_norm_backward
 from kasoku.memory.graph import GraphNode
 
@@ -50,11 +50,11 @@ def compute(node: GraphNode, x: Tensor) -> tuple[Tensor, list[NormStatistics]]:
             momentum = 1.0 / float(layer.num_batches_tracked)
 
     def group(part: Tensor, _: int) -> Tensor:
+        n = values_of_group(part) if of_batch else 0
         own = running if steer is None else tuple(torch.zeros_like(t) for t in running)
         settings = (of_batch, momentum if steer is None else 1.0, layer.eps, torch.backends.cudnn.enabled)
         out, mean, scale, reserve, kernel = batch_norm(part, layer.weight, layer.bias, *own, *settings)
         if steer is not None:
-            n = part.numel() // part.shape[1]
             steer.take(own[0], own[1] * ((n - 1) / n), n)  # torch's running variance is the unbiased one
         groups.append(NormStatistics(len(part), mean, scale, reserve, kernel, of_batch))
         return cast(Tensor, out)

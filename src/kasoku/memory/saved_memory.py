@@ -98,7 +98,7 @@ class Planner(BoundToModel):
 
     def __init__(self, job: Job, settings: SavedMemory, proxies: list[LayerProxy]) -> None:
         self.job, self.settings, self.proxies = job, settings, proxies
-        self.updates = BackwardUpdates(job, enabled=settings.in_backward, show=settings.show)
+        self.updates = BackwardUpdates(job, "SavedMemory", enabled=settings.in_backward, show=settings.show)
         job.patch(job, "in_backward", self.updates)
         updates_linears = settings.in_backward and not settings.lossless
         self.linears = install_linears(job, self.updates) if updates_linears else []

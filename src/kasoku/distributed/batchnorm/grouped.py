@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kasoku.core import Comm, InputError, Trace
-from kasoku.core.blocks import stays_in_place, steering
+from kasoku.core.blocks import stays_in_place, steering, values_of_group
 
 Take = Callable[[Tensor, Tensor, int], None]  # (mean_C, variance_C (biased), values a channel) of one group
 
@@ -140,9 +140,7 @@ def steered(norm: Any, x: Tensor) -> Tensor:
 
 
 def _group(norm: Any, x: Tensor, take: Take) -> Tensor:
-    n = x.numel() // x.shape[1]
-    if n < 2:
-        raise InputError("BatchNorm of one image of one pixel has no variance: at least 2 images must share statistics")
+    n = values_of_group(x)
     mean_C, variance_C = (torch.zeros_like(norm.running_mean) for _ in range(2))
     out = functional.batch_norm(x, mean_C, variance_C, norm.weight, norm.bias, True, 1.0, norm.eps)
     take(mean_C, variance_C * ((n - 1) / n), n)  # torch's running variance is the unbiased one

@@ -154,20 +154,20 @@ class _Aside:
     """A chain on a side stream: issued whole, since between GPUs a wait holds up the stream and not the host."""
 
     def __init__(self, chain: Chain, x: Tensor, stream: torch.cuda.Stream) -> None:
-        self._device = x.device
+        self._device, self._x = x.device, [x]  # whose memory is not reused before the chain has ended
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
             for work in chain:
                 work.wait()
             self._event.record(stream)
-        x.record_stream(stream)
 
     def done(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._x.clear()
 
 
 class _Later(Future[None]):

@@ -327,21 +327,22 @@ class FreeingEngine(Engine):
         buckets = PerTensor() if isinstance(settings.buckets, Planned) else settings.buckets
         super().__init__(job, replace(settings, buckets=buckets, next_forward=False), ranks)
         self.factors = self.comm.channel()
+        self.factors.warm(self.layout.buckets[0].flat.device)  # now, and not in the first step
         self.updates.exchange = self
 
     def bucket_bytes(self, p: Tensor) -> int:
         """The bytes of the bucket of a parameter."""
         return self.layout.bucket_of[p].nbytes
 
-    def leave_out(self, p: Tensor) -> None:
+    def skip(self, p: Tensor) -> None:
         """Marks a bucket whose only gradient does not come, so that the order goes on without it."""
         self.layout.bucket_of[p].versions[p] = None
         self.send()
 
     def arrive(self, p: Tensor) -> None:
         bucket = self.layout.bucket_of.get(p)
-        self.updates.land(wait=False)
-        if bucket is None or p in self.updates.stand_ins:  # refused in step(); left out
+        self.updates.finish(wait=False)
+        if bucket is None or p in self.updates.placeholders:  # refused in step(); skipped
             return
         if not bucket.flat.numel():
             self.updates.reserve(bucket.nbytes)
@@ -350,16 +351,16 @@ class FreeingEngine(Engine):
 
     def send_chunk(self, chunk: Chunk) -> None:
         bucket = self.layout.buckets[chunk.bucket]
-        if bucket.flat.numel():  # else its gradient was left out
+        if bucket.flat.numel():  # else its gradient was skipped
             super().send_chunk(chunk)
             bucket.pending = not bucket.unsent
             if bucket.pending:
-                self.updates.launch(bucket.nbytes, bucket.works, partial(self.update, bucket))
+                self.updates.enqueue(bucket.nbytes, bucket.works, partial(self.update, bucket))
 
     def update(self, bucket: Bucket) -> None:
         if bucket.pending:
             self.layout.refuse_changed([bucket])
-            self.hyper = self.job.hyper()
+            self.hyper = self.updates.settings()
             super().update(bucket)
             bucket.free()
             for p in bucket.views:
@@ -367,6 +368,6 @@ class FreeingEngine(Engine):
 
     def finish_step(self, *, late: bool) -> None:
         """Waits for the buckets that are still under way, and updates them; the others were updated in backward."""
-        self.updates.land(wait=True)
+        self.updates.finish(wait=True)
         for bucket in self.layout.buckets:
             bucket.versions.clear()
