@@ -23,20 +23,20 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2075,
-    "optim": 1180,
+    "core": 2020,
+    "optim": 1170,
     "models": 830,
     "device": 610,
-    "data": 5240,
-    "distributed": 5825,
-    "memory": 2295,
-    "config": 1405,
+    "data": 4980,
+    "distributed": 5650,
+    "memory": 2230,
+    "config": 1400,
     "tune": 2000,
-    "simulate": 1745,
-    "report": 2465,
-    "training": 2360,
-    "commands": 1950,
-    "testing": 630,
+    "simulate": 1740,
+    "report": 2400,
+    "training": 2355,
+    "commands": 1905,
+    "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
