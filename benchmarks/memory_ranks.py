@@ -30,6 +30,12 @@ from memory import CASES, HERE, Asker, Case, UnansweredError, counter
 
 RANKS, LIMIT_S = 2, 600
 BOUNDS = {"vgg16": (0.03, 5.0, 1.05), "vgg16_bitequal": (0.03, 2.2, 1.05), "resnet50": (0.08, 2.1, 1.20)}
+CLAIMS: dict[str, tuple[str, ...]] = {
+    f"memory_ranks/{name}/{ratio}": (f"{name}_{ratio}_ratio", f"{name}_{beside}")
+    for name in ("vgg16", "resnet50")
+    for ratio, beside in (("batch", "activation_bytes_per_image"), ("time", "time_foreseen"))
+}
+FORESEEN = {"memory_ranks/foreseen_over_measured": ("predicted_over_measured_peak_min", "predicted_over_measured_peak")}
 
 
 def cases() -> list[Case]:
@@ -105,12 +111,8 @@ def main() -> int:
     ratios = asker.ratios
     figures |= {"predicted_over_measured_peak": [min(ratios), max(ratios)] if ratios else None, "failed": failed}
     figures |= {"predicted_over_measured_peak_min": min(ratios, default=None), "n": len(ratios)}
-    claims: dict[str, tuple[str, ...]] = {}
-    for name in (case.name for case in chosen):
-        claims[f"memory_ranks/{name}/batch"] = (f"{name}_batch_ratio", f"{name}_activation_bytes_per_image")
-        claims[f"memory_ranks/{name}/time"] = (f"{name}_time_ratio", f"{name}_time_foreseen")
-    claims["memory_ranks/foreseen_over_measured"] = ("predicted_over_measured_peak_min", "predicted_over_measured_peak")
-    finish("memory_ranks", vars(arguments), figures, claims)
+    done = {claim: keys for claim, keys in CLAIMS.items() if claim.split("/")[1] in {case.name for case in chosen}}
+    finish("memory_ranks", vars(arguments), figures, done | FORESEEN)
     return int(bool(failed))
 
 

@@ -188,7 +188,7 @@ def untidy(job: Job) -> None:
 
 FAULTS = {
     "deaf": (deaf, "quietly less: EMA"),
-    "forgetful": (forgetful, "differs by"),
+    "forgetful": (forgetful, "not equal"),
     "ranks": (partial_to_ranks, "not close"),
     "untidy": (untidy, "close.. leaves modules"),
     "": (lambda job: None, ""),
