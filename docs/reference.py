@@ -29,6 +29,9 @@ RANKS = {  # class attribute: when its techniques communicate
     "exchanges_gradients": "`apply` copies rank 0's weights to all ranks; steps and `job.drain()` communicate",
     "groups_span_ranks": "each update communicates, and a forward in which a group of images spans ranks",
     "renews_statistics": "`job.evaluation()` communicates",
+    "vetoes_steps": "each step communicates (one number of each rank)",
+    "captures_graph": "each step communicates, if the model has a BatchNorm",
+    "saves_memory": "beside Overlap, the backward of a large Linear communicates",
 }
 USED_BY = 3  # commands that have the same option, so that it is described once
 
@@ -127,7 +130,8 @@ def technique(name: str, thing: Any, known: dict[str, Any]) -> Iterator[str]:
     if thing.needs_whole_gradients:
         lines.append("- **Updates:** no parameter before all gradients are there, so Overlap waits for all buckets.")
     if thing.vetoes_steps:
-        lines.append("- **Updates:** none in backward (SavedMemory); Overlap updates as usual, with most reducers.")
+        note = "SavedMemory keeps gradients until the step; Overlap waits for all buckets with a lossy reducer only."
+        lines.append(f"- **Updates:** {note}")
     when = [text for attribute, text in RANKS.items() if getattr(thing, attribute)]
     lines.append(f"- **Ranks:** {'; '.join(when) or 'does not communicate'}.")
     yield "\n".join(lines)

@@ -68,8 +68,8 @@ class Asynchronous(Technique):
         predict: computes gradients at the weights' predicted position: any multiple of the other ranks' last movement
             ahead; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges old,
             else 0 (chosen by measurement: RECORDS.md).
-        warmup: epochs of synchronous steps at the start, 0 or more.
-        finish: the epoch from which steps are synchronous again, 0 or more; 0: none.
+        warmup: epochs of synchronous steps at the start, 0 or more; never a share of the training.
+        finish: the epoch from which steps are synchronous again, 0 or more; never a share of the training; 0: none.
         node: ranks of a node that step together beside Overlap or AllReduce, which have consecutive numbers, 0 or more;
             0: those that share a host.
 
@@ -86,7 +86,7 @@ class Asynchronous(Technique):
 
     stage: ClassVar[Stage] = Stage.NODE
     refuses: ClassVar[Mapping[str, str]] = {
-        "moves_weights": "an exchange would send its changes to all ranks as updates; use EMA instead"
+        "moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"
     }
     exchanges_gradients: ClassVar[bool] = True
     channels: ClassVar[int] = 1
