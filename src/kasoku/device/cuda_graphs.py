@@ -40,8 +40,9 @@ class Graphs(Technique, stage=Stage.COMPILE, captures_graph=True):
                 hook: Any = p.register_hook
                 job.on_close(hook(functools.partial(_keep, job, p)).remove)
         job.patch(job.model, "forward", _Graphed(job.model, job.model.forward))
-        if job.comm.size > 1:
-            job.before_step(functools.partial(_average_statistics, job))
+        running = [x for name, x in job.model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+        if job.comm.size > 1 and running:
+            job.before_step(functools.partial(_average_statistics, job, running))
 
 
 def _keep(job: Job, p: Tensor, gradient: Tensor) -> Tensor | None:
@@ -57,10 +58,9 @@ def _keep(job: Job, p: Tensor, gradient: Tensor) -> Tensor | None:
 
 
 @torch.no_grad()
-def _average_statistics(job: Job) -> None:
+def _average_statistics(job: Job, running: list[Tensor]) -> None:
     """BatchNorm's running statistics become their means over ranks, whose graphs take those of their own batches."""
-    running = [x for name, x in job.model.named_buffers() if name.endswith(("running_mean", "running_var"))]
-    if running and job.step_comm.size > 1:
+    if job.step_comm.size > 1:
         flat = torch.cat([x.flatten() for x in running])
         job.step_comm.all_reduce(flat, op="mean").wait()
         for x, mean in zip(running, torch.split(flat, [x.numel() for x in running]), strict=True):

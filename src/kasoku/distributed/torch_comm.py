@@ -14,8 +14,8 @@ from kasoku.core import Clock, Comm, InputError, Wall, Work
 from kasoku.core.hardware import is_dense
 
 T = TypeVar("T")
-_FOR_EVER = timedelta(days=3650)
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -77,7 +77,7 @@ class TorchComm(Comm):
         return _Handle(dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True), finish)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        return _Handle(dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
+        return _Handle(_reduce_scatter(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         return _Handle(_all_gather(out.view(-1), x.view(-1), group=self._group, async_op=True))
@@ -111,7 +111,7 @@ class TorchComm(Comm):
         """
         if self._spare and not patient:
             return self._spare.pop(0)
-        return TorchComm(self._new_group(range(self.size), _FOR_EVER if patient else None), self.clock)
+        return TorchComm(self._new_group(range(self.size), timedelta(days=3650) if patient else None), self.clock)
 
     def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
         """A process group of some of these ranks. If they are not all there are, the rest makes no such call."""
