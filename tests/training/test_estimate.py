@@ -115,8 +115,8 @@ def test_the_share_of_pixels_is_that_of_the_images_shown():
 
 @pytest.mark.timing
 def test_the_estimate_is_near_the_time_of_the_training(photos, capsys):
-    """Within a factor of two, as other programs may run."""
-    settings = ["--set", "epochs=8", "--set", "data.size=64", "--set", "device.threads=1", "--out", "run"]
+    """Within a factor of two, as other programs may run; start and results take about 1.5 s that are not in it."""
+    settings = ["--set", "epochs=24", "--set", "data.size=64", "--set", "device.threads=1", "--out", "run"]
     assert main(["train", "--data", str(photos), *settings]) == 0
     told = float(re.search(r"about (\d+) s", capsys.readouterr().out)[1])
     took = json.loads(Path("run/result.json").read_text())["seconds_by"]
