@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from contracts import one_thread as one_thread
 from kasoku.core import Job
@@ -38,9 +40,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with the side of
     "digits": (lambda: cifarnet(10, 1, widths=(16, 32), head_scale=1.0), 8),
 }
 TOLERANCE = 1e-4  # of the norm of a tensor
-SWITCHED = {
-    "vgg": 1e-2
-}  # 0.4 % below one layer, 1e-6 above it: most likely rounding that switches a ReLU or a max-pool
+SEEDS = {"vgg": 13}  # no input of a ReLU rounds to the other sign; of seed 0 one does, 7e-8: gradients differ by 0.4 %
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, as it imports inductor
 
 
@@ -51,17 +51,22 @@ def compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes
     torch.compiler.reset()
+    before = torch._dynamo.utils.counters["inductor"].copy()
     yield
+    assert torch._dynamo.utils.counters["inductor"] != before, "inductor compiled nothing"
     torch.compiler.reset()
 
 
-def results(build: Callable[[], nn.Module], side: int, *techniques: Autocast | Compile) -> dict[str, Tensor]:
+def results(
+    name: str, *techniques: Autocast | Compile, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Outputs and gradients of a training batch, running statistics, and evaluated outputs."""
-    torch.manual_seed(0)
+    build, side = NETWORKS[name]
+    torch.manual_seed(seed)
     model = build()
-    job = Job(model, sgd).apply(*techniques)
     channels = next(model.parameters()).shape[1]
-    x, y = torch.randn(8, channels, side, side), torch.randint(10, (8,))
+    x, y = torch.randn(8, channels, side, side).to(dtype), torch.randint(10, (8,))
+    job = Job(model.to(dtype), sgd).apply(*techniques)
     outputs = job.model(x)
     job.loss(outputs, y).backward()
     found = {"outputs": outputs.detach()}
@@ -73,25 +78,63 @@ def results(build: Callable[[], nn.Module], side: int, *techniques: Autocast | C
     return found
 
 
-def check_near(eager: dict[str, Tensor], compiled: dict[str, Tensor], tolerance: float) -> None:
-    assert eager.keys() == compiled.keys()
-    for name, x in eager.items():
-        assert (compiled[name] - x).norm() <= tolerance * x.norm() + 1e-6, name
+def distance(x: Tensor, reference: Tensor) -> float:
+    """Of the norm of the reference."""
+    return float((x.double() - reference.double()).norm() / reference.double().norm())
+
+
+def averaged(x_NCHW: Tensor, side: Any, stride: Any = None, *_: Any, **__: Any) -> Tensor:
+    """An average in place of functional.max_pool2d."""
+    return functional.avg_pool2d(x_NCHW, side, stride)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NETWORKS)
 def test_blocks_compiled_by_inductor_have_eager_outputs_and_gradients(name: str) -> None:
-    build, side = NETWORKS[name]
-    before = torch._dynamo.utils.counters["inductor"].copy()
-    check_near(results(build, side), results(build, side, Compile()), SWITCHED.get(name, TOLERANCE))
-    assert torch._dynamo.utils.counters["inductor"] != before, "inductor compiled nothing"
+    seed = SEEDS.get(name, 0)
+    eager, compiled = results(name, seed=seed), results(name, Compile(), seed=seed)
+    assert eager.keys() == compiled.keys()
+    for key, x in eager.items():
+        assert (compiled[key] - x).norm() <= TOLERANCE * x.norm() + 1e-6, key
 
 
 @pytest.mark.exhaustive
-def test_inductor_computes_outputs_in_half_precision_as_eager_blocks_do() -> None:
-    """Outputs alone: gradients of cifarnet were seen to differ by up to 29 %, where bf16 itself costs 10 %."""
-    build, side = NETWORKS["cifarnet"]
-    sides = (results(build, side, *techniques) for techniques in ([Autocast("bf16")], [Autocast("bf16"), Compile()]))
-    half, compiled = ({name: found[name] for name in ("outputs", "evaluated")} for found in sides)
-    check_near(half, compiled, 5e-2)
+@pytest.mark.parametrize(("pool", "factor", "most"), [("average", 1.25, 0.05), ("max", 2.0, 0.4)])
+def test_compiled_blocks_are_as_near_float64_in_half_precision_as_eager(
+    pool: str, factor: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor's distance to float64: root mean square over 20 batches.
+
+    Eager blocks round to bf16 between BatchNorm and GELU; compiled ones do not. So nearly equal pixels are ranked
+    differently, and a max-pool sends the whole gradient to another pixel than in float64: in 1 % of the windows of the
+    last pool, with eager as with compiled blocks. On one batch, either can be 3 times as far away as the other. With
+    averages in place of the pools both are within 3 %, so smaller faults show.
+    """
+    if pool == "average":
+        monkeypatch.setattr(functional, "max_pool2d", averaged)
+    half: list[Autocast | Compile] = [Autocast("bf16")]
+    distances: dict[str, list[list[float]]] = {}
+    for seed in range(20):
+        exact = results("cifarnet", seed=seed, dtype=torch.float64)
+        eager, compiled = results("cifarnet", *half, seed=seed), results("cifarnet", *half, Compile(), seed=seed)
+        assert exact.keys() == eager.keys() == compiled.keys()
+        for key, x in exact.items():
+            distances.setdefault(key, []).append([distance(eager[key], x), distance(compiled[key], x)])
+    for key, pairs in distances.items():
+        of_eager, of_compiled = torch.tensor(pairs).square().mean(0).sqrt().tolist()
+        assert of_compiled <= factor * of_eager <= factor * most, f"{key}: {of_compiled:.2g}, eager {of_eager:.2g}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("side", [2, 3])
+def test_a_compiled_max_pool_sends_gradients_to_eager_pixels_in_bf16(side: int) -> None:
+    """Many windows have their maximum more than once."""
+
+    def pooled(x_NCHW: Tensor) -> Tensor:
+        return functional.max_pool2d(x_NCHW, side).square()
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 32, 12, 12).round().bfloat16().requires_grad_()
+    eager, compiled = (torch.autograd.grad(f(x).sum(), x)[0] for f in (pooled, torch.compile(pooled, dynamic=False)))
+    assert torch.equal(eager, compiled)
+    assert not torch.equal(eager, torch.autograd.grad(pooled(x.flip(3)).sum(), x)[0]), "no ties"
