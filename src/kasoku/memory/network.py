@@ -91,7 +91,7 @@ class InspectedNetwork:
         tensors = [*job.model.parameters(), *job.model.buffers()]
         fixed = sum(t.nbytes for t in tensors) + x.nbytes + self.optimizer_bytes
         inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
-        updating = [linear for linear in linears if linear.calls == 1 and linear.group]
+        updating = [linear for linear in linears if linear.calls == 1 and linear.usable]
         if job.comm.size > 1:
             updating = [linear for linear in updating if linear.bytes_in_flight(linear.rows * len(x))]
         linear_weights = {linear.layer.weight for linear in updating}
