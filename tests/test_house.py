@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2070,
+    "core": 2065,
     "optim": 1170,
     "models": 830,
     "device": 610,

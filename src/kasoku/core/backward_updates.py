@@ -9,8 +9,8 @@ the latest in `optimizer.step()`. Before it takes memory it reserves the bytes. 
 more than `LIMIT` bytes are in use, so that a slow link costs time and no memory.
 
 Note: no deadlock. Gradients may arrive in different orders on different ranks. All collectives, also those of factors,
-start in the order of the buckets, and a rank waits only for those that it has started. So of all that ranks wait for,
-the first in this order has been started by every rank that waits, and ends.
+start in the order of the buckets, and a rank waits only for those that it has started. Of all that ranks wait for, the
+first in this order has been started by each rank that waits, and will be by the others; so it ends.
 """
 
 from collections import deque
@@ -29,7 +29,9 @@ LIMIT = 2**25  # bytes of gradients that are averaged at once; one bucket may ha
 class BackwardUpdates(InBackward):
     """Updates the parameters of a job in backward, unless something needs all gradients at once.
 
-    `name`: of the technique that messages are about.
+    Attributes:
+        name: of the technique that messages are about.
+        placeholders: of the gradients that were used, or whose factors a layer holds.
     """
 
     def __init__(self, job: Job, name: str, *, enabled: bool, show: bool) -> None:

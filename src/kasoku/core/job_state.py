@@ -1,6 +1,4 @@
-"""The parts of a job: its changes to other objects, its loader, what has a state that checkpoints hold, and the two
-sides of updates in backward.
-"""
+"""The parts of a job: its changes to other objects, its loader, what has a state, and both sides of early updates."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -46,14 +44,12 @@ class InBackward(Protocol):
 
     Attributes:
         exchange: averages the gradients of several ranks in backward; None without one.
-        placeholders: of the gradients that were used, or are held as factors.
         senders: for weights whose layer may exchange the factors of their gradient. The exchange calls `senders[p]()`
             on all ranks, in the turn of p's bucket, if no other gradient is in it. True: the layer has started to
             exchange factors. False: `p.grad` is the gradient, to be averaged.
     """
 
     exchange: GradientExchange | None
-    placeholders: dict[Tensor, Tensor]
     senders: dict[Tensor, Callable[[], bool]]
 
     def active(self, *, exchanged: bool = False) -> bool:

@@ -80,7 +80,7 @@ class LinearInBackward(BoundToModel):
         if exchange is None:
             self.update(settings, dy_NK, x_NC)
         else:
-            self.held = settings, dy_NK, x_NC
+            self.held = settings, dy_NK, x_NC.detach()
             exchange.hold(self.layer.weight)
 
     def send(self) -> bool:
