@@ -23,13 +23,13 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2020,
+    "core": 2065,
     "optim": 1170,
     "models": 830,
     "device": 610,
     "data": 4980,
-    "distributed": 5650,
-    "memory": 2230,
+    "distributed": 5665,
+    "memory": 2240,
     "config": 1400,
     "tune": 2000,
     "simulate": 1740,

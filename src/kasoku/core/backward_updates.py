@@ -7,36 +7,38 @@ Note: pending updates. Between ranks a gradient must be averaged before it is us
 starts the collectives in backward and enqueues an update, which runs when they have ended: at a later gradient, or at
 the latest in `optimizer.step()`. Before it takes memory it reserves the bytes. That waits for the oldest updates while
 more than `LIMIT` bytes are in use, so that a slow link costs time and no memory.
+
+Note: no deadlock. Gradients may arrive in different orders on different ranks. All collectives, also those of factors,
+start in the order of the buckets, and a rank waits only for those that it has started. Of all that ranks wait for, the
+first in this order has been started by each rank that waits, and will be by the others; so it ends.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from kasoku.core.comm import Work
 from kasoku.core.errors import InputError
-from kasoku.core.job import Hyper, Job
+from kasoku.core.job import Job
+from kasoku.core.job_state import GradientExchange, Hyper, InBackward
 
 LIMIT = 2**25  # bytes of gradients that are averaged at once; one bucket may have more
 
 
-class BackwardUpdates:
+class BackwardUpdates(InBackward):
     """Updates the parameters of a job in backward, unless something needs all gradients at once.
 
     Attributes:
         name: of the technique that messages are about.
-        exchange: what averages the gradients of several ranks in backward (`Overlap`'s engine); None without one. Its
-            `factors` is a comm for layers that exchange the factors of their gradient themselves, in the order of
-            backward, and call `skip(p)`, as it does not come, if `bucket_bytes(p)` are those of p alone.
-        placeholders: of the gradients of all parameters that were used.
+        placeholders: of the gradients that were used, or whose factors a layer holds.
     """
 
     def __init__(self, job: Job, name: str, *, enabled: bool, show: bool) -> None:
         self.job, self.name, self.enabled, self.show = job, name, enabled, show
-        self.exchange: Any = None
+        self.exchange: GradientExchange | None = None
         self.placeholders: dict[Tensor, Tensor] = {}
+        self.senders: dict[Tensor, Callable[[], bool]] = {}
         self._settings: Hyper = []
         self._pending: deque[tuple[int, Sequence[Work], Callable[[], object]]] = deque()
         self._bytes, self._most = 0, LIMIT  # reserved; at most, but for buckets that cannot be sent yet
@@ -47,16 +49,12 @@ class BackwardUpdates:
             job.on_close(self.clear)
 
     def active(self, *, exchanged: bool = False) -> bool:
-        """Whether gradients are used as they arrive; known after all techniques are applied. Says why not, once.
-
-        `exchanged`: as if an exchange took part already.
-        """
         job, rule, exchanged = self.job, type(self.job.optimizer), exchanged or self.exchange is not None
         reason = ""
         if job.needs_whole_gradients or job.vetoes_steps:
             reason = "a technique needs all gradients before any update"
         elif job.comm.size > 1 and not (exchanged and job.step_comm.size == job.comm.size):
-            reason = 'ranks exchange at the step (Overlap with unused = "refuse" does so in backward)'
+            reason = "ranks exchange at the step, and not in backward"
         elif not rule.step.__module__.startswith(("torch.optim.", "kasoku.optim.")):
             reason = f"{rule.__name__} has its own step()"
         if reason and self.show and self.enabled and job.comm.rank == 0:
@@ -74,33 +72,25 @@ class BackwardUpdates:
             self.free_gradient(p)
 
     def settings(self) -> Hyper:
-        """The optimizer's settings when the first gradient of this step arrived: those of all its updates."""
         self._settings = self._settings or self.job.hyper()
         return self._settings
 
     def free_gradient(self, p: Tensor) -> None:
-        """Puts a placeholder in place of the gradient of a parameter."""
         p.grad = self.placeholders[p] = p.new_full((), float("nan")).expand(p.shape)
 
     # ---- pending updates
 
     def reserve(self, n: int) -> None:
-        """Waits for the oldest updates until n more bytes may be used.
-
-        With accumulated gradients it does not wait, since those that are averaged are then freed.
-        """
         self._most = max(self._most, n)
         while self._pending and self._bytes + n > self._most and self.job.accumulate == 1:
             self._finish_first()
         self._bytes += n
 
     def enqueue(self, n: int, works: Sequence[Work], update: Callable[[], object]) -> None:
-        """Runs an update, for which n bytes are reserved, when its collectives have ended."""
         self._pending.append((n, works, update))
         self.reserve(0)  # more may have been used while nothing could be waited for
 
     def finish(self, *, wait: bool) -> None:
-        """Runs the updates whose collectives have ended; waits for all of them, or for none."""
         while self._pending and (wait or all(work.done() for work in self._pending[0][1])):
             self._finish_first()
 

@@ -27,12 +27,11 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, default_comm
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import Batch, Batches, Patches, Stateful
+from kasoku.core.job_state import Batch, Batches, Hyper, InBackward, Patches, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
 
-Hyper = list[dict[str, Any]]
 Around = Callable[[], AbstractContextManager[object]]
 _SET_BY_TORCH = ("_need_device_dtype_check_for_fused",)  # by torch's own step() on itself; no state of the rule
 
@@ -51,7 +50,7 @@ class Job:
     Attributes:
         steps: optimizer steps so far.
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
-        in_backward: the `BackwardUpdates` of a technique that uses gradients as they arrive; None without one.
+        in_backward: of a technique that uses gradients as they arrive; None without one.
         vetoes_steps: an applied technique decides at each step whether any parameter changes.
         step_comm: the ranks that make each step together; not all of `comm` where ranks run ahead, until a sync point.
         patches: what techniques changed in other objects.
@@ -80,7 +79,7 @@ class Job:
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
         self.needs_whole_gradients = self.vetoes_steps = False
-        self.in_backward: Any = None
+        self.in_backward: InBackward | None = None
         self.patches = Patches()
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}

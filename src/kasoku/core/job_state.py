@@ -1,13 +1,16 @@
-"""The parts of a job: its changes to other objects, its loader, and what has a state that checkpoints hold."""
+"""The parts of a job: its changes to other objects, its loader, what has a state, and both sides of early updates."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from kasoku.core.comm import Comm, Work
+
 Batch = tuple[Tensor, Tensor]
+Hyper = list[dict[str, Any]]
 
 
 class Stateful(Protocol):
@@ -18,6 +21,60 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
         """Restores the state that `state_dict` returned."""
+
+
+class GradientExchange(Protocol):
+    """Averages gradients over ranks in backward, bucket by bucket, in an order that is the same on all ranks.
+
+    Attributes:
+        factors: a communicator for layers that exchange the factors of their gradients instead.
+    """
+
+    factors: Comm
+
+    def bucket_bytes(self, p: Tensor) -> int:
+        """The bytes of the bucket that holds the gradient of p."""
+
+    def hold(self, p: Tensor) -> None:
+        """Takes it that p's layer holds the factors of its gradient until the turn of p's bucket."""
+
+
+class InBackward(Protocol):
+    """Updates parameters in backward (core/backward_updates.py), as the `GradientExchange` between ranks sees it.
+
+    Attributes:
+        exchange: averages the gradients of several ranks in backward; None without one.
+        senders: for weights whose layer may exchange the factors of their gradient. The exchange calls `senders[p]()`
+            on all ranks, in the turn of p's bucket, if no other gradient is in it. True: the layer has started to
+            exchange factors. False: `p.grad` is the gradient, to be averaged.
+    """
+
+    exchange: GradientExchange | None
+    senders: dict[Tensor, Callable[[], bool]]
+
+    def active(self, *, exchanged: bool = False) -> bool:
+        """Whether gradients are used as they arrive; known after all techniques are applied. Says why not, once.
+
+        `exchanged`: as if an exchange took part already.
+        """
+
+    def settings(self) -> Hyper:
+        """The optimizer's settings when the first gradient of this step arrived: those of all its updates."""
+
+    def free_gradient(self, p: Tensor) -> None:
+        """Puts a placeholder in place of the gradient of a parameter."""
+
+    def reserve(self, n: int) -> None:
+        """Waits for the oldest updates until n more bytes may be used.
+
+        With accumulated gradients it does not wait, since those that are averaged are then freed.
+        """
+
+    def enqueue(self, n: int, works: Sequence[Work], update: Callable[[], object]) -> None:
+        """Runs an update, for which n bytes are reserved, when its collectives have ended."""
+
+    def finish(self, *, wait: bool) -> None:
+        """Runs the updates whose collectives have ended; waits for all of them, or for none."""
 
 
 class Patches(ExitStack):

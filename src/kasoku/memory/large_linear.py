@@ -5,14 +5,15 @@ of the data first, then the weights' over the area of the weights.
 
 Note: factors instead of gradients. Between ranks the gradient of a Linear would be a bucket of its own. Each rank can
 also gather all ranks' x and dy, and compute the mean gradient itself: B * (K + N) elements of each rank instead of
-K * N. All ranks add the same rows in rank order, so they get equal bits on equal hardware. Ranks may have different
-numbers of rows, so they agree on the largest in backward, and the others append zeros. Only this message makes the host
-wait, and no GPU: it travels between CPUs. Ref: Xie et al. 2015 (arXiv 1511.05617), sufficient factor broadcasting.
+K * N. All ranks add the same rows in rank order, so they get equal bits on equal hardware. The layer holds x and dy
+until the turn of its bucket, so that ranks may run backward in different orders. Ranks may have different numbers of
+rows, so they then agree on the largest, and the others append zeros. Only this message makes the host wait, and no GPU:
+it travels between CPUs. Ref: Xie et al. 2015 (arXiv 1511.05617), sufficient factor broadcasting.
 """
 
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -30,28 +31,34 @@ _LARGE = 2**20  # bytes of weights; smaller ones are not worth it
 class LinearInBackward(BoundToModel):
     """Updates one Linear in its backward, if nothing else needs its gradient."""
 
-    def __init__(self, name: str, layer: nn.Linear, updates: BackwardUpdates) -> None:
-        self.name, self.layer, self.updates = name, layer, updates
+    def __init__(self, layer: nn.Linear, updates: BackwardUpdates) -> None:
+        self.layer, self.updates = layer, updates
         self.calls = 0  # forwards since the inspection began; only if 1 does the plan expect no gradient of the weight
         self.rows, self.itemsize = 0.0, 0  # for each image, and of the type it computes in, as of its last forward
         self.passes: WeakSet[Any] = WeakSet()  # forwards without a backward yet; of two, neither has the whole gradient
+        self.held: tuple[dict[str, Any], Tensor, Tensor] | None = None  # settings, dy, x until the turn of its bucket
 
     @property
-    def group(self) -> dict[str, Any] | None:
-        """The weight's parameter group; None unless the rule is SGD with momentum and only the job needs gradients."""
-        updates, layer = self.updates, self.layer
-        job, exchange = updates.job, updates.exchange
-        foreign = any(getattr(hook, "__self__", None) is not job for hook in gradient_hooks(layer.weight))
-        ours = vars(layer).get("saved_memory") is self and not foreign
-        alone = ours and updates.active() and job.accumulate == 1 and layer.training and layer.weight.requires_grad
-        if not alone or type(job.optimizer) is not torch.optim.SGD:
+    def rule(self) -> int | None:
+        """The number of the weight's parameter group, the same on all ranks; None unless it is SGD with momentum."""
+        job, exchange, weight = self.updates.job, self.updates.exchange, self.layer.weight
+        if job.accumulate > 1 or type(job.optimizer) is not torch.optim.SGD or not self.updates.active():
             return None
-        if exchange is not None and exchange.bucket_bytes(layer.weight) > layer.weight.nbytes:
+        if exchange is not None and exchange.bucket_bytes(weight) > weight.nbytes:
             return None  # shares its bucket
-        group = next((g for g in job.optimizer.param_groups if any(p is layer.weight for p in g["params"])), None)
-        if group is None or not group["momentum"] or any(group[k] for k in ("nesterov", "dampening", "maximize")):
-            return None
-        return group
+        for i, group in enumerate(job.optimizer.param_groups):
+            if any(p is weight for p in group["params"]):
+                other = not group["momentum"] or any(group[k] for k in ("nesterov", "dampening", "maximize"))
+                return None if other else i
+        return None
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a rule, and only the job needs the gradient."""
+        weight, job = self.layer.weight, self.updates.job
+        foreign = any(getattr(hook, "__self__", None) is not job for hook in gradient_hooks(weight))
+        ours = vars(self.layer).get("saved_memory") is self and not foreign
+        return ours and self.layer.training and weight.requires_grad and self.rule is not None
 
     def bytes_in_flight(self, rows: float) -> int:
         """Bytes while factors of so many rows are gathered; 0 on one rank, or if a ring all-reduce sends fewer bytes.
@@ -65,26 +72,34 @@ class LinearInBackward(BoundToModel):
             return 0
         return round(own * (ranks if weight.is_cuda else 2 * ranks + 1))
 
-    def agree(self, rows: int) -> int:
-        """The largest number of rows of a rank; 0: send the gradient, as a rank has rows = 0 or it is fewer bytes."""
-        with self.updates.job.trace.span("wait", "Linear"):
-            names, every = zip(*self.updates.job.step_comm.gather_objects((self.name, rows)), strict=True)
-        if len(set(names)) > 1:  # all ranks raise
-            order = f"ranks run the backward of large Linears in different orders ({', '.join(sorted(set(names)))})"
-            raise InputError(f"SavedMemory: {order}: set lossless = true, which allows any order")
-        return max(every) if all(every) and self.bytes_in_flight(max(every)) else 0
-
-    def use(self, group: dict[str, Any], dy_NK: Tensor, x_NC: Tensor, rows: int) -> None:
+    def use(self, dy_NK: Tensor, x_NC: Tensor) -> None:
         """Updates the weight, on several ranks when the factors of all ranks have arrived."""
-        updates, exchange, weight = self.updates, self.updates.exchange, self.layer.weight
-        groups = zip(updates.settings(), updates.job.optimizer.param_groups, strict=True)
-        settings = next(own for own, now in groups if now is group)
+        updates, exchange = self.updates, self.updates.exchange
+        updates.free_gradient(self.layer.weight)
+        settings = updates.settings()[cast(int, self.rule)]
         if exchange is None:
             self.update(settings, dy_NK, x_NC)
-            updates.free_gradient(weight)
-            return
-        size = exchange.factors.size
+        else:
+            self.held = settings, dy_NK, x_NC.detach()
+            exchange.hold(self.layer.weight)
+
+    def send(self) -> bool:
+        """Starts to gather factors if all ranks hold them, and they are fewer bytes than the gradient. Collective."""
+        updates, exchange, weight = self.updates, self.updates.exchange, self.layer.weight
+        if exchange is None or self.rule is None:
+            return False
+        held, self.held = self.held, None
+        with updates.job.trace.span("wait", "Linear"):
+            every = exchange.factors.gather_objects(0 if held is None else len(held[2]))
+        if held is None:
+            return False
+        settings, dy_NK, x_NC = held
+        rows, size = max(every), exchange.factors.size
         n = self.bytes_in_flight(rows)
+        if not all(every) or not n:
+            del updates.placeholders[weight]
+            weight.grad = (dy_NK.t() @ x_NC).to(weight.dtype)
+            return False
         updates.reserve(n)
         gathered, works = [], []
         for factor in (dy_NK.to(x_NC.dtype), x_NC):
@@ -92,9 +107,8 @@ class LinearInBackward(BoundToModel):
                 factor = nn.functional.pad(factor, (0, 0, 0, rows - len(factor)))
             gathered.append(factor.new_empty(size * rows, factor.shape[1]))
             works.append(exchange.factors.all_gather(gathered[-1], factor.contiguous()))
-        updates.free_gradient(weight)
-        exchange.skip(weight)
         updates.enqueue(n, works, partial(self.update, settings, *gathered, scale=1 / size))
+        return True
 
     @torch.no_grad()
     def update(self, settings: dict[str, Any], dy_NK: Tensor, x_NC: Tensor, *, scale: float = 1.0) -> None:
@@ -115,11 +129,11 @@ def install_linears(job: Job, updates: BackwardUpdates) -> list[LinearInBackward
     """Replaces the forward of every large Linear that owns its weight, until the job is closed."""
     linears = []
     owned = [p for _, p in job.model.named_parameters(remove_duplicate=False)]
-    linear = [(n, m) for n, m in job.model.named_modules() if type(m) is nn.Linear and "forward" not in vars(m)]
-    for name, layer in linear:
+    for layer in [m for m in job.model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]:
         once = sum(p is layer.weight for p in owned) == 1  # none of a pruned one, whose weight is no parameter
         if once and layer.weight.nbytes >= _LARGE:
-            linears.append(LinearInBackward(name, layer, updates))
+            linears.append(LinearInBackward(layer, updates))
+            updates.senders[layer.weight] = linears[-1].send
             job.patch(layer, "saved_memory", linears[-1])
             job.patch(layer, "forward", MethodType(_forward, layer))
     return linears
@@ -132,7 +146,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
         owner.calls += 1
         owner.rows = x.numel() / max(1, x.shape[-1] * len(x))
         owner.itemsize = (autocast_type(x) or x.dtype).itemsize
-    if not own or not x.requires_grad or owner.group is None:
+    if not own or not x.requires_grad or not owner.usable:
         return nn.Linear.forward(layer, x)
     out: Tensor = _Linear.apply(x, layer.weight, layer.bias, owner, autocast_type(x))  # type: ignore[no-untyped-call]
     return out
@@ -163,11 +177,9 @@ class _Linear(torch.autograd.Function):
         flat, x_NC = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = dy @ (weight if ctx.half is None else weight.to(ctx.half)) if ctx.needs_input_grad[0] else None
         db = flat.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
-        adds, group = accumulates(ctx.next_functions[1][0]), owner.group
-        rows = len(x_NC) if adds and not ctx.shared and group is not None else 0
-        if adds and owner.updates.exchange is not None:
-            rows = owner.agree(rows)
-        if rows and group is not None:
-            owner.use(group, flat, x_NC, rows)
-        dw = None if rows or adds is False else (flat.t() @ x_NC).to(weight.dtype)
+        adds = accumulates(ctx.next_functions[1][0])
+        uses = adds and not ctx.shared and owner.usable
+        if uses:
+            owner.use(flat, x_NC)
+        dw = None if uses or adds is False else (flat.t() @ x_NC).to(weight.dtype)
         return dx, dw, db, None, None

@@ -1,7 +1,7 @@
 """A network as the solver sees it: chains of units, and the bytes outside them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from typing import NamedTuple
@@ -91,17 +91,17 @@ class InspectedNetwork:
         tensors = [*job.model.parameters(), *job.model.buffers()]
         fixed = sum(t.nbytes for t in tensors) + x.nbytes + self.optimizer_bytes
         inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
-        updating = [linear for linear in linears if linear.calls == 1 and linear.group]
+        updating = [linear for linear in linears if linear.calls == 1 and linear.usable]
+        factors = {linear.layer.weight: linear.bytes_in_flight(linear.rows * len(x)) for linear in updating}
         if job.comm.size > 1:
-            updating = [linear for linear in updating if linear.bytes_in_flight(linear.rows * len(x))]
-        linear_weights = {linear.layer.weight for linear in updating}
+            factors = {p: n for p, n in factors.items() if n}
         in_buckets = job.comm.size > 1 and any(technique.overlaps_backward for technique in job.applied)
         outside = []
-        for freed, without_gradient in ((gradients_freed, inner | linear_weights), (False, inner)):
+        for freed, without_gradient in ((gradients_freed, inner | factors.keys()), (False, inner)):
             gradients = [p.nbytes for p in learning if p not in without_gradient]
             copied = (job.accumulate > 1) + (in_buckets and not freed)  # all gradients, all the time
             own = fixed + copied * sum(p.nbytes for p in learning)
-            sent = _bytes_in_flight(job, learning, updating, len(x)) if freed else 0
+            sent = _bytes_in_flight(job, learning, factors) if freed else 0
             if copied or freed:
                 outside.append(OutsideBytes(own, kept, sent, False, copies + max(gradients, default=0) + sent))
             else:
@@ -263,13 +263,12 @@ def _units_and_choices(
     return units, choices
 
 
-def _bytes_in_flight(job: Job, params: Sequence[Tensor], linears: Sequence[LinearInBackward], batch: int) -> int:
-    """Bytes of the gradients that are averaged in backward at once, at most; `linears`: those that send factors."""
+def _bytes_in_flight(job: Job, params: Sequence[Tensor], factors: Mapping[Tensor, int]) -> int:
+    """Bytes of the gradients, or of their factors, that are averaged in backward at once, at most."""
     exchange = job.in_backward.exchange if job.in_backward is not None else None
     if exchange is None:
         return 0
-    factors = {linear.layer.weight: linear.bytes_in_flight(linear.rows * batch) for linear in linears}
-    buckets: list[int] = [exchange.bucket_bytes(p) for p in params if p not in factors]
+    buckets = [exchange.bucket_bytes(p) for p in params if p not in factors]
     total = sum(p.nbytes for p in params if p not in factors) + sum(factors.values())
     return min(total, max(LIMIT, *buckets, *factors.values()))
 

@@ -140,7 +140,7 @@ class Planner(BoundToModel):
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, channels_last, autocast_type(x))
         hooked = tuple(proxy.hooked for proxy in self.proxies)
-        linears = tuple(linear.group is not None for linear in self.linears)
+        linears = tuple(linear.usable for linear in self.linears)
         steps = (self.job.needs_whole_gradients, self.job.accumulate, self.updates.active(), linears)
         return images, modes, learns, hooked, steps
 

@@ -20,8 +20,8 @@ class Bucket:
     Attributes:
         flat: the buffer; without elements while it is freed.
         views: of each parameter, the part of the buffer for its gradient, in the parameter's own shape and strides.
-        versions: of the gradients in the bucket, when they were copied there; None for one that was used since, or that
-            does not come.
+        versions: of the gradients in the bucket, when they were copied there; None for one that was used since, or of
+            which a layer holds the factors.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -33,7 +33,7 @@ class Bucket:
         self.flat = named[0][1].detach().new_empty(0)
         self.views: dict[Tensor, Tensor] = {p: self.flat for _, p in named}
         self.versions: dict[Tensor, int | None] = {}
-        self.unsent = self.size  # elements since it was allocated
+        self.unsent = self.size  # elements of this step, where buckets are freed
         self.works: list[Work] = []
         self.pending = False  # its update comes after the step
         self.idle: frozenset[Tensor] = frozenset()  # without a gradient on any rank
@@ -45,7 +45,7 @@ class Bucket:
 
     def allocate(self) -> None:
         """Allocates the buffer."""
-        self.flat, self.unsent = self.flat.new_empty(self.size), self.size
+        self.flat = self.flat.new_empty(self.size)
         parts = torch.split(self.flat, [p.numel() for p in self.views])
         self.views = {p: x.as_strided(p.shape, p.stride()).data for p, x in zip(self.views, parts, strict=True)}
 
@@ -95,6 +95,17 @@ class BucketLayout:
         for bucket in self.by_arrival:
             for layer in {layer for p in bucket.views for layer in layers.users[p]}:
                 self.needed[layer].append(bucket)
+
+    def copy_in(self, p: Tensor) -> None:
+        """Copies the gradient of a parameter into its bucket."""
+        bucket = self.bucket_of[p]
+        view = bucket.views[p]
+        if p.grad is not view:
+            if p.grad is None or p.grad.layout != torch.strided:
+                raise InputError(f"Overlap: {self.names[p]} has a sparse gradient: dense ones only")
+            view.copy_(p.grad)
+            p.grad = view
+        bucket.versions[p] = version(view)
 
     def send(self, chunk: Chunk, prefix: str, reduce: Reduce, trace: Trace) -> None:
         """Starts to average one chunk; the reducer keeps its state by the chunk's key."""

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Comm, Hyper, InputError, Job, Stage, Technique
-from kasoku.core.backward_updates import BackwardUpdates
-from kasoku.core.torch_internals import version
+from kasoku.core.job_state import InBackward
 from kasoku.distributed.ddp.all_reduce import TWO_AVERAGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy, table
@@ -83,7 +82,9 @@ class Overlap(Technique):
         start_equal(job, job.step_comm)
         updates = job.in_backward
         frees = updates is not None and self.unused == "refuse" and updates.active(exchanged=True)
-        engine = (FreeingEngine if frees else Engine)(job, self, job.step_comm)
+        engine = (
+            FreeingEngine(job, self, updates) if updates is not None and frees else Engine(job, self, job.step_comm)
+        )
         if frees and self.next_forward:
             engine.print_once("Overlap: gradients are freed in backward, so no update waits for the next forward")
         job.gradient_ready(engine.arrive)
@@ -167,13 +168,7 @@ class Engine:
             name, layer = self.layout.names[p], self.layers.modules[self.layers.users[p][0]][0] or "the model"
             early = f"Overlap: {name} got a gradient before its last update, since its layer ({layer}) was bypassed"
             raise InputError(f"{early}: call that module itself, or set next_forward = false")
-        view = bucket.views[p]
-        if p.grad is not view:
-            if p.grad is None or p.grad.layout != torch.strided:
-                raise InputError(f"Overlap: {self.layout.names[p]} has a sparse gradient: dense ones only")
-            view.copy_(p.grad)
-            p.grad = view
-        bucket.versions[p] = version(view)
+        self.layout.copy_in(p)
         if self.profiler is not None:
             self.profiler.arrived(p)
         if bucket.whole:
@@ -318,40 +313,48 @@ class Engine:
 
 
 class FreeingEngine(Engine):
-    """Allocates, uses and frees the buckets in backward: the `exchange` of the job's `BackwardUpdates`."""
+    """Allocates, uses and frees the buckets in backward: the `exchange` of the job's `in_backward`."""
 
     allocated = False
 
-    def __init__(self, job: Job, settings: Overlap, ranks: Comm) -> None:
-        self.updates: BackwardUpdates = job.in_backward
+    def __init__(self, job: Job, settings: Overlap, updates: InBackward) -> None:
+        self.updates = updates
         buckets = PerTensor() if isinstance(settings.buckets, Planned) else settings.buckets
-        super().__init__(job, replace(settings, buckets=buckets, next_forward=False), ranks)
+        super().__init__(job, replace(settings, buckets=buckets, next_forward=False), job.step_comm)
         self.factors = self.comm.channel()
         self.factors.warm(self.layout.buckets[0].flat.device)  # now, and not in the first step
         self.updates.exchange = self
 
     def bucket_bytes(self, p: Tensor) -> int:
-        """The bytes of the bucket of a parameter."""
         return self.layout.bucket_of[p].nbytes
 
-    def skip(self, p: Tensor) -> None:
-        """Marks a bucket whose only gradient does not come, so that the order goes on without it."""
+    def hold(self, p: Tensor) -> None:
         self.layout.bucket_of[p].versions[p] = None
         self.send()
 
     def arrive(self, p: Tensor) -> None:
         bucket = self.layout.bucket_of.get(p)
         self.updates.finish(wait=False)
-        if bucket is None or p in self.updates.placeholders:  # refused in step(); skipped
-            return
+        if bucket is not None and p not in bucket.versions:  # else refused in step(), or its layer holds factors
+            self.allocate(bucket)
+            super().arrive(p)
+
+    def allocate(self, bucket: Bucket) -> None:
+        """Allocates a bucket that is not, when there is memory for it."""
         if not bucket.flat.numel():
             self.updates.reserve(bucket.nbytes)
             bucket.allocate()
-        super().arrive(p)
 
     def send_chunk(self, chunk: Chunk) -> None:
         bucket = self.layout.buckets[chunk.bucket]
-        if bucket.flat.numel():  # else its gradient was skipped
+        (p, *others), first = bucket.views, bucket.unsent == bucket.size
+        if first and not others and (send_factors := self.updates.senders.get(p)) is not None:
+            if send_factors():
+                bucket.unsent = 0
+            elif p.grad is not bucket.views[p]:
+                self.allocate(bucket)
+                self.layout.copy_in(p)
+        if bucket.flat.numel():  # else its factors are sent
             super().send_chunk(chunk)
             bucket.pending = not bucket.unsent
             if bucket.pending:
@@ -371,3 +374,4 @@ class FreeingEngine(Engine):
         self.updates.finish(wait=True)
         for bucket in self.layout.buckets:
             bucket.versions.clear()
+            bucket.unsent = bucket.size
