@@ -112,7 +112,7 @@ def _outcome(place: Path, text: str) -> dict[str, Any]:
         print(f"{place.parent.name}/{place.name}: done before", flush=True)
         return done
     place.mkdir(parents=True, exist_ok=True)
-    words = [word.format(out=place) for word in shlex.split(text)]
+    words = [os.path.expandvars(word.format(out=place)) for word in shlex.split(text)]
     own = words[0] == "kasoku"
     start = ["-m", "kasoku", *words[1:]] if own else [str(documents.CHECKOUT / words[0]), *words[1:]]
     print(f"{place.parent.name}/{place.name}: {text}", flush=True)
@@ -145,7 +145,7 @@ def _files(place: Path) -> dict[str, Any]:
             break
     metrics = place / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    return result | {"top1_by_epoch": [[line["epoch"], line["top1"]] for line in lines if "top1" in line]}
+    return result | {"top1_by_epoch": [[line["epoch"], line["test_top1"]] for line in lines if "test_top1" in line]}
 
 
 def _last_line(output: str) -> dict[str, Any]:
