@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
@@ -18,6 +19,7 @@ from kasoku.cli import VERBS
 from kasoku.commands import arguments
 from kasoku.config import describe
 from kasoku.core import Technique
+from kasoku.report import documents
 
 DOCS = Path(__file__).parent
 COMBINING = DOCS.parent / "tests" / "files" / "combining.json"  # written by `make combining`
@@ -44,6 +46,7 @@ def pages() -> dict[str, str]:
         "overview": overview,
         "names": names_for_use,
         "combining": combining,
+        "document": document,
     }
     parts |= {"commands": commands, "shared": shared_options, "package": package}
     texts = {page.name: page.read_text() for page in sorted(DOCS.glob("*.md"))}
@@ -187,6 +190,26 @@ def combining() -> str:
     signs = [(linked(name), sentence(sign)) for name, sign in known["signs"].items()]
     shown += ["## How each technique shows that it worked", table(["technique", "a training with it shows"], signs)]
     return "\n\n".join(part for part in shown if part)
+
+
+# ---- documents
+
+
+def document(name: str) -> str:
+    """The claims of a document with what was found of them, from its description and the recorded results."""
+    described = documents.read(name)
+    found = documents.rows(name, described, {}, documents.recorded(name), {})
+    counts = Counter(row.verdict for row in found)
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in documents.VERDICTS if counts[verdict])
+    parts = [(part["section"], part["title"], part.get("set", ""), part["name"]) for part in described["parts"]]
+    rows = [(row.section, row.claim, row.published, row.recorded, row.verdict, row.why) for row in found]
+    return "\n\n".join(
+        [
+            f"{described['source']}. `kasoku reproduce {name}`; {len(rows)} claims: {told}.",
+            table(["section", "experiment", "here on", "`--part`"], parts),
+            table(["section", "claim", "published", "recorded", "verdict", "why it differs, or is not shown"], rows),
+        ]
+    )
 
 
 # ---- recipes

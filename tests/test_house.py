@@ -30,12 +30,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 4980,
     "distributed": 5665,
     "memory": 2240,
-    "config": 1400,
+    "config": 1405,
     "tune": 2000,
     "simulate": 1740,
-    "report": 2400,
+    "report": 2590,
     "training": 2355,
-    "commands": 1905,
+    "commands": 2095,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -148,6 +148,18 @@ class PlanArguments(OptionalRecipe):
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
 
 
+class ReproduceArguments(CommandArguments):
+    """The arguments of `kasoku reproduce`."""
+
+    document: str = argument(metavar="DOCUMENT", help="000, 001, 002, 003 or 004")
+    part: tuple[str, ...] = option(default=(), metavar="NAME", help="only this experiment")
+    long: bool = option(default=False, help="hours, not minutes: the sizes of the recorded results")
+    full: bool = option(default=False, help="the published sizes, for who has the hardware")
+    record: bool = option(default=False, help="with --long: keep the results in records/documents")
+    out: Path | None = option(metavar="DIR", help="the folder; if it holds results, that goes on (default: a new one)")
+    if_interrupted: ClassVar[str] = "what finished stays, and the same command with --out goes on there"
+
+
 class ReportArguments(CommandArguments):
     """The arguments of `kasoku report`."""
 

@@ -42,7 +42,7 @@ def page(
     for name, scores in (ensembles or {}).items():
         own = {column: _number(scores.get(key), ".2%") for column, key in (("accuracy", "top1"), ("top-5", "top5"))}
         summaries.append(dict.fromkeys(summaries[0], "-") | {"run": f"{name} (ensemble)"} | own)
-    return _render(
+    return render(
         title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
         colours=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
         comparisons=comparisons,
@@ -55,10 +55,10 @@ def page(
 
 def draw(path: Path, title: str, panels: Sequence[Panel], *, x_label: str = "", x_log: bool = False) -> None:
     """Writes a page of line charts."""
-    write_text(path, _render(title=title, curves=figures.panels(panels, x_label, x_log=x_log)), errors="replace")
+    write_text(path, render(title=title, curves=figures.panels(panels, x_label, x_log=x_log)), errors="replace")
 
 
-def _render(**content: Any) -> str:
+def render(**content: Any) -> str:
     """Fills the template, which lists in `charts` each figure that it places, by its key, and ends with their JSON."""
     from plotly.offline import get_plotlyjs
 

@@ -1,0 +1,164 @@
+"""What the five documents claim, held against results: recipes/documents/NNN.toml read as rows and figures.
+
+A part of a document has commands, claims and figures. A claim names a value in the results of its part's commands, as
+"COMMAND.KEY", a ratio or a difference of two ("a.x / b.x", "a.x - b.x"), and what the document says of it.
+"""
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kasoku.config import toml
+from kasoku.core import InputError
+from kasoku.core.files import read_json
+from kasoku.report.html import Panel
+
+FOLDER = Path(__file__).parents[1] / "recipes" / "documents"
+DOCUMENTS = {file.stem: file for file in sorted(FOLDER.glob("*.toml")) if file.stem.isdigit()}
+CHECKOUT = Path(__file__).parents[3]
+IN_CHECKOUT = (CHECKOUT / "benchmarks" / "common.py").is_file()  # not in an installed package
+VERDICTS = HOLDS, FAILS, NOT_SHOWN, PRINTED = "holds", "does not hold", "not shown here", "figure only"
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_VALUE = re.compile(r"(\S+)(?: ([-/]) (\S+))?")
+_HERE, _RECORDED = "here", "recorded"
+
+Document = Mapping[str, Any]
+Results = Mapping[str, Mapping[str, Any]]  # by part and command; a command that did not run is not there
+
+
+@dataclass(frozen=True)
+class ClaimRow:
+    """A claim of a document, and what was found; all as text. `command` repeats its part."""
+
+    section: str
+    claim: str
+    published: str
+    here: str
+    recorded: str
+    verdict: str
+    why: str
+    command: str
+
+
+def read(name: str) -> Document:
+    """The description of a document."""
+    return toml.read(DOCUMENTS[name])
+
+
+def recorded_file(name: str) -> Path:
+    """Where a checkout keeps the long results of a document."""
+    return CHECKOUT / "records" / "documents" / f"{name}.json"
+
+
+def recorded(name: str) -> dict[str, dict[str, Any]]:
+    """The long results of a document, by part and command."""
+    file = recorded_file(name)
+    runs = read_json(file) if file.is_file() else {}
+    return {part: {command: run["result"] for command, run in each.items()} for part, each in runs.items()}
+
+
+def rows(name: str, document: Document, here: Results, long: Results, lacks: Mapping[str, str]) -> list[ClaimRow]:
+    """The claims of a document in its order. The verdict is that of the long results where there are some.
+
+    `lacks`: by part, why it did not run.
+    """
+    found = []
+    for part in document["parts"]:
+        name_of_part, lack = part["name"], lacks.get(part["name"], "")
+        for claim in part.get("claims", ()):
+            value = claim.get("value", "")
+            short, hours = (value_of(value, results.get(name_of_part, {})) for results in (here, long))
+            verdict = _verdict(short if hours is None else hours, claim.get("holds", ""))
+            reasons = [lack if value and not verdict else "", claim.get("why", "")]
+            found.append(
+                ClaimRow(
+                    section=part["section"],
+                    claim=claim["claim"],
+                    published=claim.get("published", ""),
+                    here=_text(short, claim.get("unit", "")),
+                    recorded=_text(hours, claim.get("unit", "")),
+                    verdict=verdict or NOT_SHOWN,
+                    why="; ".join(filter(None, reasons)),
+                    command=f"kasoku reproduce {name} --part {name_of_part}" if value else "",
+                )
+            )
+    return found
+
+
+def panels(document: Document, here: Results, long: Results) -> list[tuple[str, Panel, str, bool]]:
+    """The figures of a document that have lines: title, lines, label of the x axis, whether that is logarithmic."""
+    drawn = []
+    for part in document["parts"]:
+        for figure in part.get("figures", ()):
+            lines = {f"published: {name}": points for name, points in figure.get("published", {}).items()}
+            own = {}
+            for source, results in ((_HERE, here), (_RECORDED, long)):
+                for label, key in figure["lines"].items():
+                    if points := value_of(key, results.get(part["name"], {})):
+                        own[f"{label}, {source}"] = points
+            if own:
+                panel = Panel(figure["y"], own | lines, figure.get("y_log", False), markers=True)
+                drawn.append((figure["title"], panel, figure["x"], figure.get("x_log", False)))
+    return drawn
+
+
+def check_values(part: Document, results: Mapping[str, Any]) -> None:
+    """Raises InputError for a claim or a line of a figure whose value the results of the part's commands lack."""
+    for claim in part.get("claims", ()):
+        value_of(claim.get("value", ""), results)
+    for figure in part.get("figures", ()):
+        for value in figure["lines"].values():
+            value_of(value, results)
+
+
+def value_of(text: str, results: Mapping[str, Any]) -> Any:
+    """The value that a claim names; None if a command that it needs did not run, or had no value for it.
+
+    Raises InputError if a result lacks the key, or the text is no value.
+    """
+    if not text:
+        return None
+    if not (named := _VALUE.fullmatch(text)):
+        raise InputError(f'"{text}" is no value: COMMAND.KEY, or two of them with " / " or " - " between')
+    values = [_look_up(key, results) for key in (named[1], named[3]) if key]
+    if None in values:
+        return None
+    if named[2]:
+        return values[0] / values[1] if named[2] == "/" else values[0] - values[1]
+    return values[0]
+
+
+def _look_up(key: str, results: Mapping[str, Any]) -> Any:
+    command, *path = key.split(".")
+    value: Any = results.get(command)
+    for step in path:
+        if value is None:
+            break
+        try:
+            value = value[int(step) if isinstance(value, list) else step]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InputError(f"{key}: the result of {command} has no {step}") from error
+    return value
+
+
+def _verdict(value: Any, holds: str) -> str:
+    if value is None:
+        return ""
+    if not holds:
+        return PRINTED
+    if holds in ("true", "false"):
+        return HOLDS if value is (holds == "true") else FAILS
+    first, *rest = holds.split()
+    within = float(first) <= value <= float(rest[1]) if rest[0] == "to" else _COMPARE[first](value, float(rest[0]))
+    return HOLDS if within else FAILS
+
+
+def _text(value: Any, unit: str) -> str:
+    if value is None:
+        return ""
+    values: Sequence[Any] = value if isinstance(value, list) else [value]
+    shown = " to ".join(f"{v:,.4g}" if isinstance(v, float) else str(v) for v in values)
+    return f"{shown} {unit}".strip()
