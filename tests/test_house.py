@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2230,
     "config": 1400,
     "tune": 2000,
-    "simulate": 1740,
+    "simulate": 1695,
     "report": 2400,
     "training": 2355,
     "commands": 1905,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.fair_share import seconds
 from helpers.grids import covering
 from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.distributed import Asynchronous, Fixed, Graded, PerLayer, Planned, Policy
@@ -21,7 +22,6 @@ from kasoku.simulate import ModelCosts, Sharing, Simulator, model_costs
 from kasoku.simulate import async_exchange as apart
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
-from kasoku.simulate.collectives import seconds
 from kasoku.simulate.step import SimulatedStep
 
 START, A, A_IN = 2e-6, 5e-6, 1e-6  # what a message waits, and takes between nodes and within one

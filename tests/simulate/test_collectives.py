@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers.fair_share import rates, seconds
 from kasoku.core import InputError
 from kasoku.distributed import Hierarchical
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks, load
-from kasoku.simulate.collectives import AlgorithmCost, rates, seconds
+from kasoku.simulate.collectives import AlgorithmCost
 from kasoku.simulate.compressed import link
 
 A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
@@ -161,9 +162,29 @@ def test_what_there_is_not_is_one_clear_line(gpus: int, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_rates_of_links_that_are_no_numbers_end() -> None:
-    with pytest.raises(InputError, match="is not a number"):
-        rates(np.array([[0]]), np.array([math.nan]))
+@pytest.mark.parametrize("racks", [None, Racks(3, 8.0), Racks(2, 0.5)])
+@pytest.mark.parametrize(("nodes", "g", "nics"), [(8, 1, 1), (8, 4, 1), (6, 4, 2), (4, 8, 8)])
+def test_fair_flows_end_with_those_of_the_busiest_link(
+    nodes: int, g: int, nics: int, racks: Racks | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, p = ideal(nodes, g, nics, racks=racks), nodes * g
+    by_busiest, checked = allreduce.contended_s, []
+
+    def compared(cluster: Cluster, gpus: int, flows: list[allreduce.Flow]) -> float:
+        routes = [cluster.route(gpus, a, b) for a, b, _ in flows]
+        took = by_busiest(cluster, gpus, flows)
+        assert took == pytest.approx(seconds(routes, [size for *_, size in flows], cluster.capacity(gpus)), rel=1e-9)
+        checked.append(took)
+        return took
+
+    monkeypatch.setattr(allreduce, "contended_s", compared)
+    whole, row = allreduce.gather.__wrapped__, g if g > 1 else 2
+    whole(cluster, p)
+    whole(cluster, p, row)
+    allreduce.tree(cluster, p)
+    allreduce.columns(cluster, p, row)
+    assert len(checked) == 5
+    assert min(checked) > 0
 
 
 def test_a_tree_in_low_latency_begins_later_than_a_ring() -> None:
