@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kasoku.simulate import Cluster
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -30,7 +32,16 @@ def rates(links: npt.NDArray[np.int64], capacity: Floats) -> Floats:
     return rate
 
 
-def seconds(routes: Sequence[Sequence[int]], sizes: Sequence[float], capacity: Floats) -> float:
+def seconds(cluster: Cluster, flows: Sequence[tuple[int, int, float]]) -> float:
+    """Seconds until the last of (from, to, bytes) has ended."""
+    routes = [cluster.route(start, stop) for start, stop, _ in flows]
+    rate_of = {(kind, number): rate for route in routes for kind, number, rate in route}
+    index = {link: i for i, link in enumerate(rate_of)}
+    crossed = [[index[kind, number] for kind, number, _ in route] for route in routes]
+    return routed_s(crossed, [size for *_, size in flows], np.array(list(rate_of.values())))
+
+
+def routed_s(routes: Sequence[Sequence[int]], sizes: Sequence[float], capacity: Floats) -> float:
     """Seconds until the last flow has ended; a flow that ends leaves its share to the remaining ones."""
     links = np.full((len(routes), max(map(len, routes), default=0)), -1, dtype=np.int64)
     for i, route in enumerate(routes):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helpers.fair_share import rates, seconds
+from helpers.fair_share import rates, routed_s, seconds
 from kasoku.core import InputError
 from kasoku.distributed import Hierarchical
 from kasoku.simulate import collectives as allreduce
@@ -104,9 +104,7 @@ def test_an_all_to_all_along_columns_fills_its_busiest_link(
     gpus = 16
     cluster = ideal(nodes, gpus // nodes, nics, racks=racks)
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b and a % width == b % width]
-    routes = [cluster.route(gpus, a, b) for a, b in pairs]
-    sizes = [N_BYTES / (gpus // width)] * len(pairs)
-    expected = seconds(routes, sizes, cluster.capacity(gpus))
+    expected = seconds(cluster, [(a, b, N_BYTES / (gpus // width)) for a, b in pairs])
     assert allreduce.exchange(cluster, gpus, width).byte_s * N_BYTES == pytest.approx(expected, rel=1e-9)
 
 
@@ -142,8 +140,8 @@ def test_no_link_carries_more_than_its_rate_and_no_flow_could_have_more(seed: in
 def test_bytes_are_conserved_over_a_whole_transfer() -> None:
     # two flows share a link of 1 GB/s; when the short one has ended, the other has it alone
     capacity = np.array([1e9, 1e9])
-    assert seconds([[0], [0, 1]], [1e9, 3e9], capacity) == pytest.approx(4.0, rel=1e-12)
-    assert seconds([[0], [1]], [1e9, 3e9], capacity) == pytest.approx(3.0, rel=1e-12)
+    assert routed_s([[0], [0, 1]], [1e9, 3e9], capacity) == pytest.approx(4.0, rel=1e-12)
+    assert routed_s([[0], [1]], [1e9, 3e9], capacity) == pytest.approx(3.0, rel=1e-12)
 
 
 def test_protocols_are_chosen_by_what_a_message_takes() -> None:
@@ -170,10 +168,9 @@ def test_fair_flows_end_with_those_of_the_busiest_link(
     cluster, p = ideal(nodes, g, nics, racks=racks), nodes * g
     by_busiest, checked = allreduce.contended_s, []
 
-    def compared(cluster: Cluster, gpus: int, flows: list[allreduce.Flow]) -> float:
-        routes = [cluster.route(gpus, a, b) for a, b, _ in flows]
-        took = by_busiest(cluster, gpus, flows)
-        assert took == pytest.approx(seconds(routes, [size for *_, size in flows], cluster.capacity(gpus)), rel=1e-9)
+    def compared(cluster: Cluster, flows: list[allreduce.Flow]) -> float:
+        took = by_busiest(cluster, flows)
+        assert took == pytest.approx(seconds(cluster, flows), rel=1e-9)
         checked.append(took)
         return took
 

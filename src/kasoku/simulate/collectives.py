@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
@@ -101,16 +102,17 @@ def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fa
     return Fastest(choices=choices)
 
 
-def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
+def contended_s(cluster: Cluster, flows: Iterable[Flow]) -> float:
     """Seconds of simultaneous flows, for each byte that is reduced: those of the busiest link.
 
     Note: max-min fairness. Fair queueing and congestion control give the flows of a full link equal shares. All flows
-    through links of a kind (ports, NICs, racks) have equal bytes here, so no flow ends after those of the busiest link.
+    through links of a kind (of GPUs, NICs, racks) have equal bytes here, so none ends after those of the busiest link.
     """
-    carried = np.zeros_like(capacity := cluster.capacity(gpus))
+    busy_s: defaultdict[tuple[str, int], float] = defaultdict(float)
     for start, stop, size in flows:
-        carried[cluster.route(gpus, start, stop)] += size
-    return float((carried / capacity).max())
+        for kind, number, rate in cluster.route(start, stop):
+            busy_s[kind, number] += size / rate
+    return max(busy_s.values())
 
 
 @lru_cache(maxsize=1024)
@@ -125,7 +127,7 @@ def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
         ranks = range(first, first + width)
         flows += _circle(ranks, 1 / width) if width % each else _rings(cluster, first, width)
     rounds, between = width - 1, -(-width // each) - 1
-    return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, gpus, flows))
+    return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, flows))
 
 
 def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
@@ -184,7 +186,7 @@ def tree(cluster: Cluster, gpus: int) -> AlgorithmCost:
             for a, b in itertools.pairwise(chain):
                 flows += [(a, b, 1 / channels), (b, a, 1 / channels)]
         flows += _two_trees(range(first, gpus, each), 0.5 / channels)
-    byte_s, depth = contended_s(cluster, gpus, flows), nodes.bit_length() - 1  # the edges from a root to its last leaf
+    byte_s, depth = contended_s(cluster, flows), nodes.bit_length() - 1  # the edges from a root to its last leaf
     return AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth, byte_s=byte_s, trees=1)
 
 
@@ -196,11 +198,11 @@ def columns(cluster: Cluster, gpus: int, width: int, *, exchanged: bool = False)
     high = gpus // width
     along = [range(first, gpus, width) for first in range(width)]
     flows = [flow for column in along for flow in _circle(column, 1 / gpus)]
-    once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, gpus, flows))
+    once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, flows))
     if exchanged:
         return [exchange(cluster, gpus, width).of(1 / width) + once]
     flows = [flow for column in along for flow in _two_trees(column, 0.5 / width)]
-    byte_s, depth = contended_s(cluster, gpus, flows), high.bit_length() - 1
+    byte_s, depth = contended_s(cluster, flows), high.bit_length() - 1
     return [once.twice(), AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1)]
 
 
@@ -222,9 +224,3 @@ def _edges(ranks: int) -> Iterator[tuple[int, int]]:
         parent = above | 2 * bit if above | 2 * bit <= ranks else above
         if parent:
             yield child - 1, parent - 1
-
-
-def square(gpus: int, each: int) -> int:
-    """The width of a row of whole nodes for which the grid is most nearly square."""
-    widths = [w for w in range(each, gpus + 1, each) if gpus % w == 0]
-    return min(widths, key=lambda w: abs(w - gpus / w))
