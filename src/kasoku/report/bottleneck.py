@@ -95,7 +95,7 @@ def find_bottlenecks(
     if transfer_s is None:
         transfer_s = min(step["exposed"] for step in steps)
     candidates = [
-        *_of_the_mean_rank(usual, whole_s, facts, bounds or {}, transfer_s),
+        *_of_all_ranks(usual, whole_s, facts, bounds or {}, transfer_s),
         _straggler(steps, whole_s, blocks),
         _calls(usual, whole_s, facts),
         _cores(usual, whole_s, facts),
@@ -113,9 +113,10 @@ def _cause(
     return StepBottleneck(name, round(min(1.0, lost_s / whole_s), 4), line, remedy)
 
 
-def _of_the_mean_rank(
+def _of_all_ranks(
     usual: Step, whole_s: float, facts: StepFacts, bounds: Mapping[str, float], transfer_s: float
 ) -> Iterator[StepBottleneck | None]:
+    """The causes that hold up every rank alike; `transfer_s`: the least wait of any rank."""
     images_s = usual["input"] + usual["copy"]
     copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * images_s else ""
     gain = whole_s / max(whole_s - images_s, 1e-9)
