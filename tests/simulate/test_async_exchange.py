@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from helpers.fair_share import seconds
 from helpers.grids import covering
 from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.distributed import Asynchronous, Fixed, Graded, PerLayer, Planned, Policy
@@ -21,7 +22,6 @@ from kasoku.simulate import ModelCosts, Sharing, Simulator, model_costs
 from kasoku.simulate import async_exchange as apart
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
-from kasoku.simulate.collectives import seconds
 from kasoku.simulate.step import SimulatedStep
 
 START, A, A_IN = 2e-6, 5e-6, 1e-6  # what a message waits, and takes between nodes and within one
@@ -81,14 +81,14 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
 ) -> None:
     cluster = ideal(nodes, 8 // nodes, nics, racks)
     pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
-    routes = [cluster.route(8, a, b) for a, b in pairs]
-    n, capacity = 51e6, cluster.capacity(8)
+    n = 51e6
     took = 2 * allreduce.exchange(cluster, 8).byte_s * n
-    assert took == pytest.approx(seconds(routes, [2 * n / 8] * len(pairs), capacity), rel=1e-9)
-    carried = np.zeros(len(capacity))
-    for route in routes:
-        carried[route] += 2 * n / 8
-    assert (carried / capacity).max() == pytest.approx(took, rel=1e-9)
+    assert took == pytest.approx(seconds(cluster, [(a, b, 2 * n / 8) for a, b in pairs]), rel=1e-9)
+    busy_s: Counter[tuple[str, int]] = Counter()
+    for a, b in pairs:
+        for kind, number, rate in cluster.route(a, b):
+            busy_s[kind, number] += 2 * n / 8 / rate
+    assert max(busy_s.values()) == pytest.approx(took, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers.fair_share import rates, routed_s, seconds
 from kasoku.core import InputError
 from kasoku.distributed import Hierarchical
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks, load
-from kasoku.simulate.collectives import AlgorithmCost, rates, seconds
+from kasoku.simulate.collectives import AlgorithmCost
 from kasoku.simulate.compressed import link
 
 A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
@@ -103,9 +104,7 @@ def test_an_all_to_all_along_columns_fills_its_busiest_link(
     gpus = 16
     cluster = ideal(nodes, gpus // nodes, nics, racks=racks)
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b and a % width == b % width]
-    routes = [cluster.route(gpus, a, b) for a, b in pairs]
-    sizes = [N_BYTES / (gpus // width)] * len(pairs)
-    expected = seconds(routes, sizes, cluster.capacity(gpus))
+    expected = seconds(cluster, [(a, b, N_BYTES / (gpus // width)) for a, b in pairs])
     assert allreduce.exchange(cluster, gpus, width).byte_s * N_BYTES == pytest.approx(expected, rel=1e-9)
 
 
@@ -141,8 +140,8 @@ def test_no_link_carries_more_than_its_rate_and_no_flow_could_have_more(seed: in
 def test_bytes_are_conserved_over_a_whole_transfer() -> None:
     # two flows share a link of 1 GB/s; when the short one has ended, the other has it alone
     capacity = np.array([1e9, 1e9])
-    assert seconds([[0], [0, 1]], [1e9, 3e9], capacity) == pytest.approx(4.0, rel=1e-12)
-    assert seconds([[0], [1]], [1e9, 3e9], capacity) == pytest.approx(3.0, rel=1e-12)
+    assert routed_s([[0], [0, 1]], [1e9, 3e9], capacity) == pytest.approx(4.0, rel=1e-12)
+    assert routed_s([[0], [1]], [1e9, 3e9], capacity) == pytest.approx(3.0, rel=1e-12)
 
 
 def test_protocols_are_chosen_by_what_a_message_takes() -> None:
@@ -161,9 +160,28 @@ def test_what_there_is_not_is_one_clear_line(gpus: int, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_rates_of_links_that_are_no_numbers_end() -> None:
-    with pytest.raises(InputError, match="is not a number"):
-        rates(np.array([[0]]), np.array([math.nan]))
+@pytest.mark.parametrize("racks", [None, Racks(3, 8.0), Racks(2, 0.5)])
+@pytest.mark.parametrize(("nodes", "g", "nics"), [(8, 1, 1), (8, 4, 1), (6, 4, 2), (4, 8, 8)])
+def test_fair_flows_end_with_those_of_the_busiest_link(
+    nodes: int, g: int, nics: int, racks: Racks | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, p = ideal(nodes, g, nics, racks=racks), nodes * g
+    by_busiest, checked = allreduce.contended_s, []
+
+    def compared(cluster: Cluster, flows: list[allreduce.Flow]) -> float:
+        took = by_busiest(cluster, flows)
+        assert took == pytest.approx(seconds(cluster, flows), rel=1e-9)
+        checked.append(took)
+        return took
+
+    monkeypatch.setattr(allreduce, "contended_s", compared)
+    whole, row = allreduce.gather.__wrapped__, g if g > 1 else 2
+    whole(cluster, p)
+    whole(cluster, p, row)
+    allreduce.tree(cluster, p)
+    allreduce.columns(cluster, p, row)
+    assert len(checked) == 5
+    assert min(checked) > 0
 
 
 def test_a_tree_in_low_latency_begins_later_than_a_ring() -> None:

@@ -5,7 +5,7 @@ from the rows of all ranks. So the first bottleneck is the one most worth removi
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,15 +92,13 @@ def find_bottlenecks(
         return []
     whole_s = max(1e-9, statistics.median(sum(step.values()) for step in steps))
     usual = {row: statistics.median(step[row] for step in steps) for row in steps[0]}
+    if transfer_s is None:
+        transfer_s = min(step["exposed"] for step in steps)
     candidates = [
-        _input(usual, whole_s),
-        _communication(min(step["exposed"] for step in steps) if transfer_s is None else transfer_s, whole_s),
+        *_of_all_ranks(usual, whole_s, facts, bounds or {}, transfer_s),
         _straggler(steps, whole_s, blocks),
-        _update(usual, whole_s, facts),
         _calls(usual, whole_s, facts),
         _cores(usual, whole_s, facts),
-        _memory(whole_s, bounds or {}),
-        _loop(usual, whole_s),
     ]
     causes = sorted((cause for cause in candidates if cause), key=lambda cause: -cause.share)
     return causes or [_computing(usual, whole_s, bounds or {})]
@@ -115,21 +113,37 @@ def _cause(
     return StepBottleneck(name, round(min(1.0, lost_s / whole_s), 4), line, remedy)
 
 
-def _input(usual: Step, whole_s: float) -> StepBottleneck | None:
-    lost_s = usual["input"] + usual["copy"]
-    copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * lost_s else ""
-    gain = whole_s / max(whole_s - lost_s, 1e-9)
+def _of_all_ranks(
+    usual: Step, whole_s: float, facts: StepFacts, bounds: Mapping[str, float], transfer_s: float
+) -> Iterator[StepBottleneck | None]:
+    """The causes that hold up every rank alike; `transfer_s`: the least wait of any rank."""
+    images_s = usual["input"] + usual["copy"]
+    copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * images_s else ""
+    gain = whole_s / max(whole_s - images_s, 1e-9)
     much = f"without it {gain:.1f} times as fast" if gain < 100 else "without it many times as fast"
-    line = f"{_of(lost_s, whole_s)} waits for its images{copying}; {much}"
+    line = f"{_of(images_s, whole_s)} waits for its images{copying}; {much}"
     remedy = "pack the images once (kasoku pack), keep them in memory, or give decoding more cores"
-    return _cause("input-bound", lost_s, whole_s, line, remedy)
+    yield _cause("input-bound", images_s, whole_s, line, remedy)
 
-
-def _communication(lost_s: float, whole_s: float) -> StepBottleneck | None:
-    """`lost_s`: the wait of the last rank of a step, which is the transfer itself; other ranks also wait for it."""
-    line = f"{_of(lost_s, whole_s)} waits for gradients in transfer, on every rank"
+    line = f"{_of(transfer_s, whole_s)} waits for gradients in transfer, on every rank"
     remedy = "use kasoku.distributed.Overlap, fewer bytes (reducer Wire or LowRank), a larger batch, or a faster link"
-    return _cause("communication-bound", lost_s, whole_s, line, remedy)
+    yield _cause("communication-bound", transfer_s, whole_s, line, remedy)
+
+    if facts.batch >= _SMALL_BATCH:
+        each = f"{usual['update'] / max(1, facts.parameters) * 1e9:.1f} ns a parameter"
+        line = f"{_of(usual['update'], whole_s)} is the optimizer's update of {facts.parameters:,} parameters, {each}"
+        remedy = "use a fused rule (kasoku.optim.sgd, adamw, lars), a cheaper one, or a larger batch with fewer updates"
+        yield _cause("update-bound", usual["update"], whole_s, line, remedy, least=_MIN_UPDATE)
+
+    moving_s = bounds["bytes"] / bounds["bytes_per_s"] if bounds else 0.0
+    if bounds and bounds["flops"] / bounds["flops_per_s"] <= moving_s <= whole_s:  # if longer, caches served most of it
+        line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
+        remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more for each byte"
+        yield _cause("memory-bound", moving_s, whole_s, line, remedy, least=_MIN_MOVING)
+
+    line = f"{_of(usual['other'], whole_s)} is the loop itself, between the steps and the batches"
+    remedy = "see kasoku profile's trace.json; read losses and write logs less often"
+    yield _cause("loop-bound", usual["other"], whole_s, line, remedy)
 
 
 def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> StepBottleneck | None:
@@ -168,15 +182,6 @@ def _lags(ranks: Sequence[Step], last: int) -> dict[str, float]:
     return {row: s - statistics.median(step.get(row, 0.0) for step in others) for row, s in ranks[last].items()}
 
 
-def _update(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
-    if facts.batch < _SMALL_BATCH:
-        return None
-    each = f"{usual['update'] / max(1, facts.parameters) * 1e9:.1f} ns a parameter"
-    line = f"{_of(usual['update'], whole_s)} is the optimizer's update of {facts.parameters:,} parameters, {each}"
-    remedy = "use a fused rule (kasoku.optim.sgd, adamw, lars), a cheaper one, or a larger batch with fewer updates"
-    return _cause("update-bound", usual["update"], whole_s, line, remedy, least=_MIN_UPDATE)
-
-
 def _calls(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
     """The time of layer calls does not depend on the batch; nor does the update, which counts with a small batch."""
     whole_s *= 1 - facts.starved  # layer_s was measured with a core
@@ -212,23 +217,6 @@ def _cores(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | No
     line = f"{threads} threads{ranks} compute on {facts.cores} cores, and wait for each other"
     remedy = f"device.threads = {max(1, facts.cores // facts.processes)}, or 0 for an automatic choice"
     return _cause("oversubscribed", lost_s, whole_s, line, remedy)
-
-
-def _memory(whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck | None:
-    if not bounds:
-        return None
-    moving_s = bounds["bytes"] / bounds["bytes_per_s"]
-    if not bounds["flops"] / bounds["flops_per_s"] <= moving_s <= whole_s:  # if longer, caches served most of it
-        return None
-    line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
-    remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more for each byte"
-    return _cause("memory-bound", moving_s, whole_s, line, remedy, least=_MIN_MOVING)
-
-
-def _loop(usual: Step, whole_s: float) -> StepBottleneck | None:
-    line = f"{_of(usual['other'], whole_s)} is the loop itself, between the steps and the batches"
-    remedy = "see kasoku profile's trace.json; read losses and write logs less often"
-    return _cause("loop-bound", usual["other"], whole_s, line, remedy)
 
 
 def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck:

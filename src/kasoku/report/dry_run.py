@@ -28,19 +28,11 @@ def preview(
     plot: Path | None = None,
     first: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Prints what a training will do, and draws it.
+    """Prints what a training will do, below the rows of `first`, and draws the page `plot`.
 
-    Args:
-        recipe: what is trained.
-        data: the numbers of its data set, where it has been read.
-        model: its network, where it has been built.
-        show: print the table.
-        plot: the HTML page to draw; None: none.
-        first: rows above the others.
+    `data`, `model`: what has been read and built already.
     """
-    remark = ""
-    if data is None:
-        data, remark = data_info(recipe)
+    data, remark = (data, "") if data else data_info(recipe)
     model = model or network(recipe, data.classes, data.channels, data.side)
     curve = moments(recipe, data.images, optimizer(recipe, model).param_groups[0])
     if show:
@@ -63,11 +55,9 @@ def preview(
 
 def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module, seconds: float) -> dict[str, str]:
     """What a training on a folder of photos has chosen, and about how long it will take."""
-    homes = [  # of the folders of the classes
-        each.paths[0].rpartition(f"/{data.classes[int(each.labels_N[0])]}/")[0]
-        for each in (data.train, data.test)
-        if isinstance(each, Files)
-    ]
+    parts = [part for part in (data.train, data.test) if isinstance(part, Files)]
+    # the folders that hold the folders of the classes
+    homes = [part.paths[0].rpartition(f"/{data.classes[int(part.labels_N[0])]}/")[0] for part in parts]
     split = f"{recipe.data.keys.get('validation', 0.1):.0%} of each class"
     if len(set(homes)) > 1:
         split = f"those of {Path(homes[1]).name}/"
@@ -75,14 +65,14 @@ def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module, seconds: float) 
     for technique in recipe.techniques:
         row = rows["augmentation" if technique.changes_pixels else "techniques"]
         row.append(f"{type(technique).__name__}({_changed(technique)})")
-    unit = next(((name, s) for name, s in (("s", 1), ("min", 60)) if seconds < 120 * s), ("h", 3600))
+    unit, unit_s = next((unit for unit in (("s", 1), ("min", 60)) if seconds < 120 * unit[1]), ("h", 3600))
     return {
         "network": f"{recipe.model.use}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
         "classes": f"{len(data.classes)}: {_some(data.classes)}",
         "images": f"{len(data.train):,} to train, {len(data.test):,} to test ({split})",
         "image size": f"{data.image_size[0]} pixels",
         **{name: ", ".join(row) for name, row in rows.items() if row},
-        "time": f"about {max(1, round(seconds / unit[1]))} {unit[0]} on this machine, from a few steps",
+        "time": f"about {max(1, round(seconds / unit_s))} {unit} on this machine, from a few steps",
     }
 
 

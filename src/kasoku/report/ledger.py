@@ -23,13 +23,9 @@ _COMPARED_STEPS = 200  # whose waits are compared between ranks
 class Ledger:
     """The rows of one rank's training. Create it where the loop begins, with `Timed` applied.
 
-    Args:
-        trace: the job's trace.
-        started: when the process started, on the trace's clock.
-        setup: seconds of each task before the loop; the rest until now is the row "run folder". None: all of that time
-            is "other".
-        beside: seconds of each start-up task that overlapped another one; no row counts them.
-        earlier: the rows of the earlier parts of a resumed training.
+    `started`: when the process started, on the trace's clock. `setup`: seconds of each task before the loop; the rest
+    until now is the row "run folder"; None: all of that time is "other". `beside`: of start-up tasks that overlapped
+    others, which no row counts. `earlier`: the rows of the earlier parts of a resumed training.
     """
 
     def __init__(

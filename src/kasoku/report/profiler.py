@@ -38,32 +38,6 @@ _PARTS = {"input over": "input", "backward over": "forward and backward", "updat
 
 
 @dataclass(frozen=True)
-class BlockTime:
-    """The median time and the memory of one block in a step.
-
-    Args:
-        backward_s: 0 if its output is not a tensor with a gradient.
-        saved_bytes: activations that its forward saves for backward and no earlier block has saved.
-    """
-
-    name: str
-    forward_s: float
-    backward_s: float
-    parameter_bytes: int
-    saved_bytes: int
-
-
-@dataclass(frozen=True)
-class Operator:
-    """An operator or a kernel over all traced steps: its own seconds on the host and on the device."""
-
-    name: str
-    calls: int
-    host_s: float
-    device_s: float
-
-
-@dataclass(frozen=True)
 class Iteration:
     """One step, and how long the device was idle in it; on a CPU, its threads on average. Ref: [002] Fig. 12.
 
@@ -78,10 +52,18 @@ class Iteration:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A profile. `memory`: (seconds from the start of a step, place, bytes in use); `bounds`: of `Profiler.bounds`."""
+    """A profile, as profile.json has it.
 
-    blocks: list[BlockTime]
-    operators: list[Operator]
+    Attributes:
+        blocks: name, median forward_s and backward_s (0 if its output is not a tensor with a gradient),
+            parameter_bytes, and saved_bytes: what its forward saves for backward and no earlier block has saved.
+        operators: operators and kernels, over all traced steps: name, calls, and own seconds host_s and device_s.
+        memory: (seconds from the start of a step, place, bytes in use).
+        bounds: of `Profiler.bounds`.
+    """
+
+    blocks: list[dict[str, Any]]
+    operators: list[dict[str, Any]]
     iterations: list[Iteration]
     memory: list[tuple[float, str, int]]
     bounds: dict[str, float]
@@ -124,10 +106,8 @@ class Profiler:
     def bounds(self, plain: list[Iteration]) -> dict[str, float]:
         """A lower bound on the time of a step, and how near the median of these comes to it. Measures nothing.
 
-        Returns flops and bytes of a step (each operator reads its inputs and writes its outputs once, as without
-        caches), flops_per_s and bytes_per_s of the device, least_s (the larger of both times; if moving the bytes would
-        take longer than the step did, caches served most of them, and only computing counts) and reached (least_s over
-        step_s).
+        least_s: the longer of the times of its FLOPs and of its bytes (each operator reads its inputs and writes its
+        outputs once). Bytes that would take longer than the step did came from caches, and do not count.
         """
         step_s = statistics.median(iteration.step_s for iteration in plain)
         moving_s = self.moved / self.bytes_per_s
@@ -146,12 +126,19 @@ class Profiler:
         self, steps: int, plain: list[Iteration], bounds: dict[str, float], *, trace: Path | None = None
     ) -> StepProfile:
         """Profiles `steps` steps of each kind; `trace`: the file for a Chrome trace of some of them."""
-        timed = self._block_times(steps)
-        memory = self._memory()
+        times_s, memory = self._block_times(steps), self._memory()
         operators, iterations = self._traced(min(steps, _MAX_TRACED), trace)
-        sizes = {name: sum(p.nbytes for p in block.parameters()) for name, block in self.blocks}
-        block_times = [BlockTime(name, *timed[name], sizes[name], self.saved[name]) for name, _ in self.blocks]
-        return StepProfile(block_times, operators, iterations if self.cuda else plain, memory, bounds)
+        blocks = [
+            {
+                "name": name,
+                "forward_s": times_s[name, "forward"],
+                "backward_s": times_s[name, "backward"],
+                "parameter_bytes": sum(p.nbytes for p in block.parameters()),
+                "saved_bytes": self.saved[name],
+            }
+            for name, block in self.blocks
+        ]
+        return StepProfile(blocks, operators, iterations if self.cuda else plain, memory, bounds)
 
     def step(self, event: BlockEvent = lambda name, what: None, *, inside: bool = False) -> None:
         """One update. Returns when the device is done.
@@ -181,8 +168,8 @@ class Profiler:
         self.step(lambda name, what: events.append((name, what, read())), inside=inside)
         return events
 
-    def _block_times(self, steps: int) -> dict[str, tuple[float, float]]:
-        """Median seconds of forward and backward of each block; a backward lasts until the next block's begins."""
+    def _block_times(self, steps: int) -> dict[tuple[str, str], float]:
+        """Median seconds by block and way; a backward lasts until the next block's begins."""
         times_s = {(name, way): [0.0] * steps for name, _ in self.blocks for way in ("forward", "backward")}
         for i in range(steps):
             events, entered = self._events(self.watch.moment), dict[str, Any]()
@@ -193,8 +180,7 @@ class Profiler:
                     times_s[name, "forward"][i] += self.watch.seconds(entered[name], begin)
                 elif what == "backward":
                     times_s[name, what][i] += self.watch.seconds(begin, following)
-        median_s = {key: statistics.median(seconds) for key, seconds in times_s.items()}
-        return {name: (median_s[name, "forward"], median_s[name, "backward"]) for name, _ in self.blocks}
+        return {key: statistics.median(seconds) for key, seconds in times_s.items()}
 
     def _memory(self) -> list[tuple[float, str, int]]:
         """Bytes in use at each block of one step: allocated on a GPU, else resident in the process."""
@@ -235,7 +221,7 @@ class Profiler:
             self.step(event, inside=True)
         return saved, int(counter.get_total_flops()), moved.bytes
 
-    def _traced(self, steps: int, file: Path | None) -> tuple[list[Operator], list[Iteration]]:
+    def _traced(self, steps: int, file: Path | None) -> tuple[list[dict[str, Any]], list[Iteration]]:
         """Operators and, on a GPU, the idle time of each step, from torch's profiler."""
         with torch.profiler.profile() as record:
             for _ in range(steps):
@@ -243,20 +229,20 @@ class Profiler:
                     self.step()
         if file is not None:
             record.export_chrome_trace(str(file))
-        rows: Any = record.key_averages()
+        averages: Any = record.key_averages()
+        rows = ((row.key, row.count, row.self_cpu_time_total, row.self_device_time_total) for row in averages)
         operators = [
-            Operator(row.key, row.count, row.self_cpu_time_total / 1e6, row.self_device_time_total / 1e6)
-            for row in rows
-            if row.key != _ITERATION
+            {"name": name, "calls": calls, "host_s": host_us / 1e6, "device_s": device_us / 1e6}
+            for name, calls, host_us, device_us in rows
+            if name != _ITERATION
         ]
-        operators.sort(key=lambda operator: -(operator.device_s if self.cuda else operator.host_s))
-        events: Any = record.events()
+        operators.sort(key=lambda operator: -operator["device_s" if self.cuda else "host_s"])
+        events: Any = record.events() if self.cuda else ()
         host = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
-        kernels = (e.time_range for e in events if e.device_type != host and not e.is_user_annotation)
-        traced = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
+        kernels = [e.time_range for e in events if e.device_type != host and not e.is_user_annotation]
         busy = [(kernel.start, kernel.end) for kernel in kernels]
-        iterations = [_iteration(busy, step.start, step.end) for step in traced] if self.cuda else []
-        return operators[:_MAX_OPERATORS], iterations
+        traced = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
+        return operators[:_MAX_OPERATORS], [_iteration(busy, step.start, step.end) for step in traced]
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -8,13 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from kasoku.config.toml import parse, read
 from kasoku.core import InputError
 
-Floats = npt.NDArray[np.float64]
 _HERE = Path(__file__).parent
 # the fields that must exceed 0: in every table that has a field of this name, it means the same
 _ABOVE_ZERO = {"beta_ms", "least", "tflops", "memory_gb_s", "gpus", "nics", "share", "nodes", "latency"}
@@ -194,25 +190,18 @@ class Cluster(_Described):
             raise InputError(f"{gpus} GPUs: nodes of {each}: take 1 to {each}, or a multiple of {each}")
         return max(1, gpus // each)
 
-    def capacity(self, gpus: int) -> Floats:
-        """The rate of each link in bytes/s, in the order of `route`: of GPUs out and in, of NICs, of racks."""
-        nodes, node = self.nodes_for(gpus), self.node
-        parts = [np.full(2 * gpus, 1e9 * (node.port_gb_s or 1e6)), np.full(2 * nodes * node.nics, 1e9 * node.nic_gb_s)]
-        if self.racks and self.racks.uplink_gb_s:
-            parts.append(np.full(2 * -(-nodes // self.racks.nodes), 1e9 * self.racks.uplink_gb_s))
-        return np.concatenate(parts)
-
-    def route(self, gpus: int, start: int, stop: int) -> list[int]:
-        """The links from one GPU to another; between nodes, through the NICs of the number nearest to the sender."""
-        each, nics = self.node.gpus, self.node.nics
+    def route(self, start: int, stop: int) -> list[tuple[str, int, float]]:
+        """The links from one GPU to another: kind, number, bytes/s. Between nodes, the NICs nearest to the sender."""
+        each, nics, racks = self.node.gpus, self.node.nics, self.racks
         here, there = start // each, stop // each
         if here == there:
-            return [2 * start, 2 * stop + 1]
-        first, nic = 2 * gpus, start % each * nics // each
-        links = [first + 2 * (here * nics + nic), first + 2 * (there * nics + nic) + 1]
-        if self.racks and self.racks.uplink_gb_s and here // self.racks.nodes != there // self.racks.nodes:
-            first += 2 * nics * max(1, gpus // each)
-            links += [first + 2 * (here // self.racks.nodes), first + 2 * (there // self.racks.nodes) + 1]
+            rate = 1e9 * self.node.port_gb_s
+            return [("from GPU", start, rate), ("to GPU", stop, rate)]
+        nic, rate = start % each * nics // each, 1e9 * self.node.nic_gb_s
+        links = [("from NIC", here * nics + nic, rate), ("to NIC", there * nics + nic, rate)]
+        if racks and racks.uplink_gb_s and here // racks.nodes != there // racks.nodes:
+            rate = 1e9 * racks.uplink_gb_s
+            links += [("from rack", here // racks.nodes, rate), ("to rack", there // racks.nodes, rate)]
         return links
 
 

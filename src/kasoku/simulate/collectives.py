@@ -1,35 +1,29 @@
 """The time of an all-reduce on a cluster: the messages of each algorithm on its links, with the latency of each hop.
 
 Note: latency and bandwidth are separate. A message takes a number of hops, each with a latency from the library's
-table. Its bytes take the time that the links allow when all flows of a round share them (`rates`), which is linear
-in the bytes. So each algorithm in each protocol is a `LinkModel`, and a collective of n bytes uses the fastest of them.
+table. Its bytes take the time of the busiest link (`contended_s`), which is linear in the bytes. So each algorithm in
+each protocol is a `LinkModel`, and a collective of n bytes uses the fastest of them.
 On a network without contention these are the closed forms (tests/simulate/test_collectives.py):
 ring 2(p-1)a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
 hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of each part along columns, an all-gather.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
-
-Note: max-min fairness. The rates of all active flows rise equally until a link is full; the flows on that link keep
-their rates, and the rates of the rest rise further. So no link carries more than its capacity, and no flow could be
-faster without slowing one that is no faster than itself. Fair queueing and congestion control reach the same over a
-millisecond; single packets are not simulated.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from kasoku.core import InputError
 from kasoku.distributed.ddp.cost_model import LinkModel
-from kasoku.simulate.cluster import Cluster, Floats, Protocol
+from kasoku.simulate.cluster import Cluster, Protocol
 
-Ints = npt.NDArray[np.int64]
 Flow = tuple[int, int, float]  # from, to, bytes for each byte that is reduced
 
 
@@ -68,6 +62,8 @@ class AlgorithmCost:
 class Fastest(LinkModel):
     """The fastest of several algorithms of a collective, which depends on the number of bytes; it has no one rate."""
 
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
     choices: tuple[tuple[str, LinkModel], ...] = ()
 
     def seconds(self, size: float) -> float:
@@ -78,7 +74,7 @@ class Fastest(LinkModel):
         return min(self.choices, key=lambda named: named[1].seconds(size))[0]
 
 
-ALONE = Fastest(0.0, math.inf, choices=(("none", LinkModel(0.0, math.inf)),))  # one GPU has nothing to send
+ALONE = Fastest(choices=(("none", LinkModel(0.0, math.inf)),))  # one GPU has nothing to send
 
 
 @lru_cache(maxsize=1024)
@@ -103,55 +99,20 @@ def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fa
         for name, shape in shapes
         for protocol in cluster.table
     )
-    return Fastest(0.0, math.inf, choices=choices)
+    return Fastest(choices=choices)
 
 
-def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
-    """Seconds of simultaneous flows, for each byte that is reduced."""
-    routes = [cluster.route(gpus, start, stop) for start, stop, _ in flows]
-    return seconds(routes, [size for *_, size in flows], cluster.capacity(gpus))
+def contended_s(cluster: Cluster, flows: Iterable[Flow]) -> float:
+    """Seconds of simultaneous flows, for each byte that is reduced: those of the busiest link.
 
-
-def rates(links: Ints, capacity: Floats) -> Floats:
-    """The max-min fair rate of each flow in bytes/s; infinite where it crosses no link. `links`: rows, padded by -1."""
-    if np.isnan(capacity).any():
-        raise InputError("the rate of a link is not a number: set GB/s above 0")
-    left = capacity.copy()
-    rate = np.full(len(links), np.inf)
-    open_ = (links >= 0).any(axis=1)
-    while open_.any():
-        crossed = links[open_]
-        count = np.bincount(crossed[crossed >= 0], minlength=len(capacity))
-        share = np.where(count > 0, left / np.maximum(count, 1), np.inf)
-        least = share.min()
-        full = share <= least * (1 + 1e-12)
-        stopped = open_ & (full[links] & (links >= 0)).any(axis=1)
-        rate[stopped] = least
-        taken = links[stopped]
-        left -= least * np.bincount(taken[taken >= 0], minlength=len(capacity))
-        np.maximum(left, 0.0, out=left)
-        open_ &= ~stopped
-    return rate
-
-
-def seconds(routes: Sequence[Sequence[int]], sizes: Sequence[float], capacity: Floats) -> float:
-    """Seconds until the last flow has ended; a flow that ends leaves its share to the remaining ones.
-
-    `routes`: the indices of the links that each flow crosses; `sizes`: its bytes; `capacity`: of each link, bytes/s.
+    Note: max-min fairness. Fair queueing and congestion control give the flows of a full link equal shares. All flows
+    through links of a kind (of GPUs, NICs, racks) have equal bytes here, so none ends after those of the busiest link.
     """
-    links: Ints = np.full((len(routes), max(map(len, routes), default=0)), -1, dtype=np.int64)
-    for i, route in enumerate(routes):
-        links[i, : len(route)] = route
-    now, left = 0.0, np.asarray(sizes, dtype=np.float64)
-    negligible = 1e-9 * max(sizes, default=0.0)
-    while len(left):
-        rate = rates(links, capacity)
-        span = float((left / rate).min())
-        now += span
-        left = left - rate * span
-        going = left > negligible
-        left, links = left[going], links[going]
-    return now
+    busy_s: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for start, stop, size in flows:
+        for kind, number, rate in cluster.route(start, stop):
+            busy_s[kind, number] += size / rate
+    return max(busy_s.values())
 
 
 @lru_cache(maxsize=1024)
@@ -166,7 +127,7 @@ def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
         ranks = range(first, first + width)
         flows += _circle(ranks, 1 / width) if width % each else _rings(cluster, first, width)
     rounds, between = width - 1, -(-width // each) - 1
-    return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, gpus, flows))
+    return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, flows))
 
 
 def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
@@ -189,10 +150,8 @@ def _circle(ranks: Sequence[int], size: float) -> list[Flow]:
 def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
     """An all-to-all: each rank sends an equal part of its bytes to every other rank, all at once.
 
-    `width`: the length of a row of ranks; only ranks at the same place of their rows exchange.
-
-    Note: the busiest link determines the time, since all flows are equal: its flows get equal shares, and no flow gets
-    less. A node or a rack receives as much as it sends; its NICs carry equal parts of that.
+    `width`: the length of a row of ranks; only ranks at the same place of their rows exchange. The busiest link takes
+    as long as in `contended_s`: a node or a rack receives as much as it sends; its NICs carry equal parts of that.
     """
     nodes, node, racks = cluster.nodes_for(gpus), cluster.node, cluster.racks
     each, high = gpus // nodes, gpus // width
@@ -217,9 +176,8 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
 
 
 def tree(cluster: Cluster, gpus: int) -> AlgorithmCost:
-    """Two binary trees over the nodes, each with half of the bytes both ways; a chain within each node."""
-    nodes, each = cluster.nodes_for(gpus), min(gpus, cluster.node.gpus)
-    channels = cluster.node.nics if nodes > 1 else 1
+    """Two binary trees over several nodes, each with half of the bytes both ways; a chain within each node."""
+    nodes, each, channels = cluster.nodes_for(gpus), cluster.node.gpus, cluster.node.nics
     flows: list[Flow] = []
     for channel in range(channels):
         first = channel * each // channels
@@ -227,9 +185,8 @@ def tree(cluster: Cluster, gpus: int) -> AlgorithmCost:
             chain = [node * each + (first + i) % each for i in range(each)]
             for a, b in itertools.pairwise(chain):
                 flows += [(a, b, 1 / channels), (b, a, 1 / channels)]
-        leaders = [node * each + first for node in range(nodes)]
-        flows += _two_trees(leaders, 0.5 / channels)
-    byte_s, depth = contended_s(cluster, gpus, flows), nodes.bit_length() - 1  # the edges from a root to its last leaf
+        flows += _two_trees(range(first, gpus, each), 0.5 / channels)
+    byte_s, depth = contended_s(cluster, flows), nodes.bit_length() - 1  # the edges from a root to its last leaf
     return AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth, byte_s=byte_s, trees=1)
 
 
@@ -239,13 +196,13 @@ def columns(cluster: Cluster, gpus: int, width: int, *, exchanged: bool = False)
     By rings, and by trees; `exchanged`: by an all-to-all and an all-gather.
     """
     high = gpus // width
-    along = [[first + width * i for i in range(high)] for first in range(width)]
+    along = [range(first, gpus, width) for first in range(width)]
     flows = [flow for column in along for flow in _circle(column, 1 / gpus)]
-    once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, gpus, flows))
+    once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, flows))
     if exchanged:
         return [exchange(cluster, gpus, width).of(1 / width) + once]
     flows = [flow for column in along for flow in _two_trees(column, 0.5 / width)]
-    byte_s, depth = contended_s(cluster, gpus, flows), high.bit_length() - 1
+    byte_s, depth = contended_s(cluster, flows), high.bit_length() - 1
     return [once.twice(), AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1)]
 
 
@@ -267,9 +224,3 @@ def _edges(ranks: int) -> Iterator[tuple[int, int]]:
         parent = above | 2 * bit if above | 2 * bit <= ranks else above
         if parent:
             yield child - 1, parent - 1
-
-
-def square(gpus: int, each: int) -> int:
-    """The width of a row of whole nodes for which the grid is most nearly square."""
-    widths = [w for w in range(each, gpus + 1, each) if gpus % w == 0]
-    return min(widths, key=lambda w: abs(w - gpus / w))

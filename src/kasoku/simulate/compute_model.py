@@ -134,9 +134,16 @@ def _measured() -> ModelCosts:
         return model_costs(Gpu.network, resnet50(), (3, 224, 224))
 
 
-def units(net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
-    """The times of the layers for a batch of images on a GPU; those of networks not measured follow from their work."""
+def units(
+    net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None = None, *, slower: float = 1.0
+) -> list[UnitTimes]:
+    """The times of the layers for a batch of images, by a profile, or on a GPU.
+
+    Those of a network that no GPU was measured with follow from its work.
+    """
     work = net.work(gpu)
+    if profile:
+        return _profiled_units(profile, net, work, images, slower)
     if not sum(work):
         raise InputError(f"{net.name}: no layer with parameters does any work: a network that trains is wanted")
     beta_s = 1e-3 * gpu.beta_ms * (1.0 if net.measured(gpu) else sum(work) / sum(_measured().work(gpu)))
@@ -199,31 +206,30 @@ def profiled(profiles: Sequence[str], net: ModelCosts) -> MeasuredTimes:
     return MeasuredTimes(tuple(measured), sum(updates) / max(1, len(updates)))
 
 
-def units_of(profile: MeasuredTimes, net: ModelCosts, gpu: Gpu, images: float, *, slower: float) -> list[UnitTimes]:
-    """The times of the layers by a profile: alpha + beta images for each block if two batches were profiled, else beta.
+def _profiled_units(
+    profile: MeasuredTimes, net: ModelCosts, work: Sequence[float], images: float, slower: float
+) -> list[UnitTimes]:
+    """Alpha + beta images for each block if two batches were profiled, else beta; divided among its layers by work.
 
     The time of a block without parameters is added to the layer before it: it runs after that layer.
     """
-    work = net.work(gpu)
-    first = profile.measured[0][1]
-    home = [_block(layer.name, first) for layer in net.layers]
-    forward, backward = [0.0] * len(home), [0.0] * len(home)
+    blocks = profile.measured[0][1]
+    home = [_block(layer.name, blocks) for layer in net.layers]
+    forward, backward, elements = ([0.0] * len(home) for _ in range(3))
     previous_layer = 0
-    for block in first:
-        forward_s, backward_s = (_at(profile, block, way, images) for way in (0, 1))
+    for block in blocks:
         members = [i for i, other in enumerate(home) if other == block] or [previous_layer]
         whole = sum(work[i] for i in members)
         for i in members:
             share = work[i] / whole if whole else 1 / len(members)
-            forward[i] += share * forward_s
-            backward[i] += share * backward_s
+            forward[i] += share * _at(profile, block, 0, images)
+            backward[i] += share * _at(profile, block, 1, images)
         previous_layer = members[-1]
-    elements = [0] * len(net.layers)
     for t in net.tensors:
         elements[t.unit] += t.elements
-    update_s = slower * profile.update_s / max(1, sum(elements))
+    update_s = profile.update_s / max(1, sum(elements))
     return [
-        UnitTimes(layer.name, slower * forward[i], slower * backward[i], update_s * elements[i])
+        UnitTimes(layer.name, slower * forward[i], slower * backward[i], slower * update_s * elements[i])
         for i, layer in enumerate(net.layers)
     ]
 

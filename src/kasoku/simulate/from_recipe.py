@@ -121,10 +121,11 @@ class Scenario:
             passes += min(sum(t.images or self.facts.images for t in renewing), self.facts.images)
         rows = dict.fromkeys(("input", "forward", "backward", "exposed"), 0.0)
         for own, count in self.steps(step):
-            forward, compute_s = own.inputs.forward_share, own.compute_s + own.straggler_s
+            ways = [sum(unit.forward_s for unit in own.inputs.units), sum(unit.backward_s for unit in own.inputs.units)]
+            computing = count * (own.compute_s + own.straggler_s) / sum(ways)
             rows["input"] += count * own.input_s
-            rows["forward"] += count * forward * compute_s
-            rows["backward"] += count * (1 - forward) * compute_s
+            rows["forward"] += computing * ways[0]
+            rows["backward"] += computing * ways[1]
             rows["exposed"] += count * own.exposed_s
         evaluate_s = evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, passes)
         return {"start": costs.setup_s, "first epoch": costs.first_epoch_s, **rows, "evaluate": evaluate_s}

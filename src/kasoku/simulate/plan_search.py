@@ -14,7 +14,6 @@ from kasoku.config.updates import growth, updates
 from kasoku.core import InputError, Schedule, say
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
-from kasoku.simulate.collectives import square
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.from_recipe import Scenario, scenario, sharing, sizes
 
@@ -155,22 +154,16 @@ def _has_groups(base: Scenario) -> bool:
 
 
 def _by_nodes(plain: Choice) -> Choice:
-    """The choice with gradients averaged first within nodes, or within rows of nodes, if that is fast enough.
+    """The choice with gradients averaged first within nodes, by Hierarchical, if that is fast enough.
 
-    The reducer is Hierarchical. Its nodes may be any ranks of consecutive numbers: rows of several machines form a 2-D
-    torus. Between rows the recipe's own reducer averages.
+    Between nodes the recipe's own reducer averages.
     """
-    base, gpus = plain.scenario, plain.step.gpus
-    shared, each = base.simulator.sharing, base.simulator.cluster.node.gpus
-    if not _has_groups(base) or gpus <= each:
+    base, shared = plain.scenario, plain.scenario.simulator.sharing
+    if not _has_groups(base) or plain.step.gpus <= base.simulator.cluster.node.gpus:
         return plain
-    best = plain
-    for row in sorted({each, square(gpus, each)} - {1, gpus}):
-        node = 0 if row == each else row  # 0: as many as a launcher starts on a machine
-        by_nodes = choice(base.with_sharing(replace(shared, reducer=Hierarchical(node, shared.reducer))), gpus)
-        if by_nodes.step.step_s < min(_WORTH * plain.step.step_s, best.step.step_s):
-            best = by_nodes
-    return best
+    # a node has as many ranks as a launcher starts on a machine
+    by_nodes = choice(base.with_sharing(replace(shared, reducer=Hierarchical(0, shared.reducer))), plain.step.gpus)
+    return by_nodes if by_nodes.step.step_s < _WORTH * plain.step.step_s else plain
 
 
 def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choice:

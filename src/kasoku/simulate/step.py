@@ -67,12 +67,6 @@ class StepInputs:
         width = [self.tensors[group[0]].width for group in self.plan.buckets]
         return [(p.stop - p.start) * width[p.bucket] for p in self.plan.order]
 
-    @property
-    def forward_share(self) -> float:
-        """The forward's part of forward and backward."""
-        forward = sum(unit.forward_s for unit in self.units)
-        return forward / (forward + sum(unit.backward_s for unit in self.units))
-
     def choice(self) -> str:
         """The algorithm and protocol of the largest piece."""
         return self.link.choice(max(self.sizes(), default=0.0))
@@ -200,10 +194,7 @@ class Simulator:
 
     def units(self, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
         """The times of the layers on one GPU."""
-        gpu = self.cluster.device
-        if self.profile is not None:
-            return compute_model.units_of(self.profile, self.net, gpu, images, slower=slower)
-        return compute_model.units(self.net, gpu, images, slower=slower)
+        return compute_model.units(self.net, self.cluster.device, images, self.profile, slower=slower)
 
     def evaluation_s(self, gpus: int, images: int) -> float:
         """Seconds of one evaluation: forward, and a small all-reduce of the counts.

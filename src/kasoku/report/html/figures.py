@@ -6,6 +6,7 @@ every text that comes from a run goes through `plain`, and reaches a hover text 
 
 import html
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,11 +45,23 @@ AXIS = {"automargin": True, "zeroline": False, "title_standoff": 8}
 HOVER = {"hovertemplate": "%{customdata}<extra></extra>"}
 _MAX_POINTS = 2000  # of a curve
 _MAX_RANKS = 16  # bars of a ledger
-_MAX_LEGEND_RUNS = 6
+_MAX_LEGEND_RUNS = 6  # more would leave no room for the curves
 _MIN_SHARE = 5e-4  # rows with a smaller share of a ledger are not drawn
 _MAX_SPANS, _MAX_LANES = 6000, 48  # of a timeline
 _MAX_CLASSES = 40
 _MAX_CLASSES_WITH_COUNTS = 14  # more would leave no room for numbers in the cells
+_ACCURACY = {"title_text": "accuracy", "tickformat": "~%"}
+_BUSY = {"title_text": "device used", "tickformat": "~%", "rangemode": "tozero"}
+_MEMORY = {"title_text": "memory", "tickformat": "~s", "ticksuffix": "B", "rangemode": "tozero"}
+_RATE = {"title_text": "learning rate", "exponentformat": "power"}
+_CURVES = (  # key, title, x axis, the name of each metric in the chart of one run, y axis
+    ("loss", "Loss", "epoch", {"loss": "training", "test_loss": "test images"}, {"title_text": "loss"}),
+    ("rate", "Learning rate", "epoch", {"lr": ""}, _RATE),
+    ("accuracy", "Accuracy", "epoch", {"test_top1": "test images"}, _ACCURACY),
+    ("accuracy-time", "Accuracy over time", "seconds from start", {"test_top1": "test images"}, _ACCURACY),
+    ("utilization", "Utilization of the device", "seconds from start", {"utilization": ""}, _BUSY),
+    ("memory", "Memory", "seconds from start", {"memory_bytes": "in use", "memory_peak_bytes": "at most"}, _MEMORY),
+)
 
 
 @dataclass(frozen=True)
@@ -84,79 +97,63 @@ def new_figure(
 
 def curves(runs: Sequence[RunRecord]) -> list[Chart]:
     """Loss, learning rate and accuracy over epochs; accuracy, utilization and memory over time; as far as known."""
-    test = "" if len(runs) > 1 else "test images"
-    loss = _lines(runs, "epoch", {"loss": "" if len(runs) > 1 else "training", "test_loss": "test images"})
-    rate = _lines(runs, "epoch", {"lr": ""})
-    accuracy, by_time = (_lines(runs, x, {"test_top1": test}) for x in ("epoch", "seconds"))
-    used = _lines(runs, "seconds", {"utilization": ""})
-    memory = _lines(
-        runs, "seconds", {"memory_bytes": "" if len(runs) > 1 else "in use", "memory_peak_bytes": "at most"}
-    )
-    percent = {"title_text": "accuracy", "tickformat": "~%"}
-    busy = {"title_text": "device used", "tickformat": "~%", "rangemode": "tozero"}
-    size = {"title_text": "memory", "tickformat": "~s", "ticksuffix": "B", "rangemode": "tozero"}
-    rates = {"title_text": "learning rate", "exponentformat": "power"}
-    charts = [
-        ("loss", "Loss", loss, "epoch", {"title_text": "loss"}),
-        ("rate", "Learning rate", rate, "epoch", rates),
-        ("accuracy", "Accuracy", accuracy + _targets(runs, accuracy), "epoch", percent),
-        ("accuracy-time", "Accuracy over time", by_time + _targets(runs, by_time), "seconds from start", percent),
-        ("utilization", "Utilization of the device", used, "seconds from start", busy),
-        ("memory", "Memory", memory, "seconds from start", size),
-    ]
-    few = len(runs) <= _MAX_LEGEND_RUNS  # a longer legend would leave no room for the curves
-    return [
-        Chart(key, title, new_figure(traces, 320, {"title_text": x}, y, showlegend=few and len(traces) > 1))
-        for key, title, traces, x, y in charts
-        if traces
-    ]
+    charts = []
+    for key, title, x, metrics, axis in _CURVES:
+        if traces := _metric_lines(runs, x, metrics):
+            traces += _targets(runs, traces) if axis is _ACCURACY else []
+            legend = len(traces) > 1 and len(runs) <= _MAX_LEGEND_RUNS
+            charts.append(Chart(key, title, new_figure(traces, 320, {"title_text": x}, axis, showlegend=legend)))
+    return charts
 
 
-def _lines(runs: Sequence[RunRecord], x: str, names: Mapping[str, str]) -> list[Any]:
-    """A line for each run and each of its metrics in `names`; the second metric of a run is dotted."""
+def _metric_lines(runs: Sequence[RunRecord], x: str, metrics: Mapping[str, str]) -> list[Any]:
+    """A line for each run and each metric of a chart; the second metric is dotted."""
     traces = []
     for i, run in enumerate(runs):
         since = run.metrics[0]["time_s"] if run.metrics else 0.0  # for runs older than `seconds` in metrics.jsonl
-        for number, (metric, name) in enumerate(names.items()):
+        for number, (metric, name) in enumerate(metrics.items()):
             rows = [r for r in run.metrics if isinstance(r.get(metric), int | float) and math.isfinite(r[metric])]
             if not rows:
                 continue
             every = -(-len(rows) // _MAX_POINTS)  # more points cannot be seen
             kept = [row for k, row in enumerate(rows) if k % every == 0 or k == len(rows) - 1]
-            xs = [row["epoch"] if x == "epoch" else row.get("seconds", row["time_s"] - since) for row in kept]
-            ys = [row[metric] for row in kept]
-            label = ", ".join(text for text in (plain(run.name, 40) if len(runs) > 1 else "", name) if text)
-            dash = "dot" if number else _DASHES[i // len(COLOURS) % len(_DASHES)]
-            mode = "lines+markers" if len(xs) <= 60 else "lines"
-            line = {"color": COLOURS[i % len(COLOURS)], "dash": dash, "width": 2}
-            traces.append(go.Scatter(x=xs, y=ys, name=label, mode=mode, line=line, marker_size=5))
+            at = [row["epoch"] if x == "epoch" else row.get("seconds", row["time_s"] - since) for row in kept]
+            points = list(zip(at, [row[metric] for row in kept], strict=True))
+            if len(runs) > 1:
+                name = f"{plain(run.name, 40)}, {name}" if number else plain(run.name, 40)
+            traces.append(line(name, points, i, 5 if len(kept) <= 60 else 0, dash="dot" if number else ""))
     return traces
+
+
+def line(
+    name: str, points: Sequence[tuple[float, float]], number: int, marker_size: int = 0, *, dash: str = ""
+) -> go.Scatter:
+    """A line whose number gives it one of the colours and, unless `dash` does, a dash; `name`: escaped."""
+    dash = dash or _DASHES[number // len(COLOURS) % len(_DASHES)]
+    look = {"color": COLOURS[number % len(COLOURS)], "dash": dash, "width": 2}
+    mode = "lines+markers" if marker_size or len(points) == 1 else "lines"
+    x, y = [x for x, _ in points], [y for _, y in points]
+    return go.Scatter(x=x, y=y, name=name, mode=mode, line=look, marker_size=marker_size or None)
 
 
 def _targets(runs: Sequence[RunRecord], traces: Sequence[Any]) -> list[Any]:
     """A dashed line for each target accuracy, as long as the curves."""
-    xs = [x for trace in traces for x in trace.x]
-    targets = sorted({run.target for run in runs if run.target}) if xs else []
-    line = {"color": _GREY, "dash": "dash", "width": 1.5}
+    ends = [f(x for trace in traces for x in trace.x) for f in (min, max)]
+    look = {"color": _GREY, "dash": "dash", "width": 1.5}
     return [
-        go.Scatter(x=[min(xs), max(xs)], y=[t, t], name=f"target {100 * t:.4g} %", mode="lines", line=line)
-        for t in targets
+        go.Scatter(x=ends, y=[t, t], name=f"target {100 * t:.4g} %", mode="lines", line=look)
+        for t in sorted({run.target for run in runs if run.target})
     ]
 
 
 def panels(charts: Sequence[Panel], x_label: str, *, x_log: bool = False) -> list[Chart]:
     """A chart for each panel; a name has one colour in all of them."""
     order = list(dict.fromkeys(name for panel in charts for name in panel.lines))
+    x_axis = {"title_text": plain(x_label), "type": "log" if x_log else "linear"}
     drawn = []
     for number, panel in enumerate(charts):
-        traces = []
-        for name, points in panel.lines.items():
-            i = order.index(name)
-            line = {"color": COLOURS[i % len(COLOURS)], "dash": _DASHES[i // len(COLOURS) % len(_DASHES)], "width": 2}
-            mode = "lines+markers" if panel.markers or len(points) == 1 else "lines"
-            xs, ys = [x for x, _ in points], [y for _, y in points]
-            traces.append(go.Scatter(x=xs, y=ys, name=plain(name), mode=mode, line=line))
-        x_axis = {"title_text": plain(x_label), "type": "log" if x_log else "linear"}
+        looks = {name: (order.index(name), 6 if panel.markers else 0) for name in panel.lines}
+        traces = [line(plain(name), points, *looks[name]) for name, points in panel.lines.items()]
         y_axis = {"title_text": plain(panel.label), "type": "log" if panel.log else "linear", "exponentformat": "power"}
         figure = new_figure(traces, 340, x_axis, y_axis, showlegend=len(traces) > 1)
         drawn.append(Chart(f"panel-{number}", panel.label, figure))
@@ -181,17 +178,16 @@ def ledgers(bars: Sequence[tuple[str, Mapping[str, float]]], *, key: str = "ledg
     traces = []
     for row in names:
         seconds = [float(rows.get(row, 0.0)) for _, rows in bars]
-        shares = [s / total if total else 0.0 for s, total in zip(seconds, totals, strict=True)]
+        shares = [s / (total or 1.0) for s, total in zip(seconds, totals, strict=True)]
         hover = [
             f"{plain(row)}<br>{s:.3f} s, {share:.1%} of {total:.1f} s"
             for s, share, total in zip(seconds, shares, totals, strict=True)
         ]
-        bar = go.Bar(
+        traces.append(go.Bar(
             x=seconds, y=positions, name=plain(row), orientation="h", marker_color=row_colour(row, names),
             text=[f"{share:.0%}" if share > 0.07 else "" for share in shares], textposition="inside",
             insidetextanchor="middle", textangle=0, customdata=hover, **HOVER,
-        )  # fmt: skip
-        traces.append(bar)
+        ))  # fmt: skip
     y = {"tickvals": positions, "ticktext": [plain(name, 24) for name, _ in bars], "autorange": "reversed"}
     y["showticklabels"] = len(bars) > 1
     layout = {"barmode": "stack", "dragmode": False, "showlegend": False}
@@ -218,27 +214,26 @@ def timeline(document: Mapping[str, Any]) -> Chart:
     place = {lane: i for i, lane in enumerate(all_lanes[:_MAX_LANES])}
     drawn = [s for s in spans if _lane_of(s) in place][:_MAX_SPANS]
     depth = depths(drawn)
-    kinds: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     hover = []
     for i, span in enumerate(drawn):
-        kinds.setdefault(str(span["kind"]), []).append(i)
+        members.setdefault(str(span["kind"]), []).append(i)
         kind, name = plain(span["kind"], 40), plain(span["name"], 60)
         lines = [kind if not name or name == kind else f"{kind}: {name}", f"rank {_lane_of(span)[0]}"]
         lines.append(f"{1e3 * (span['stop'] - span['start']):.3f} ms, from {1e3 * span['start']:.3f} ms on")
         lines += [f"{span['bytes'] / 2**20:.2f} MiB"] if span.get("bytes") else []
         hover.append("<br>".join(lines))
-    # outer spans first, so that inner ones are drawn over them
-    outer_first = sorted(kinds, key=lambda kind: sum(depth[i] for i in kinds[kind]) / len(kinds[kind]))
     traces = [
         go.Bar(
-            base=[1e3 * drawn[i]["start"] for i in kinds[kind]],
-            x=[1e3 * (drawn[i]["stop"] - drawn[i]["start"]) for i in kinds[kind]],
-            y=[place[_lane_of(drawn[i])] for i in kinds[kind]],
-            width=[max(0.2, 0.86 * 0.7 ** depth[i]) for i in kinds[kind]],
-            name=plain(kind, 30), orientation="h", marker={"color": row_colour(kind, [*kinds]), "line_width": 0},
-            customdata=[hover[i] for i in kinds[kind]], **HOVER,
+            base=[1e3 * drawn[i]["start"] for i in own],
+            x=[1e3 * (drawn[i]["stop"] - drawn[i]["start"]) for i in own],
+            y=[place[_lane_of(drawn[i])] for i in own],
+            width=[max(0.2, 0.86 * 0.7 ** depth[i]) for i in own],
+            name=plain(kind, 30), orientation="h", marker={"color": row_colour(kind, [*members]), "line_width": 0},
+            customdata=[hover[i] for i in own], **HOVER,
         )
-        for kind in outer_first
+        # outer spans first, so that inner ones are drawn over them
+        for kind, own in sorted(members.items(), key=lambda item: statistics.fmean(depth[i] for i in item[1]))
     ]  # fmt: skip
     one_rank = len({rank for rank, _ in all_lanes}) == 1
     names = [(stream or "main") if one_rank else f"{rank} {stream}".rstrip() for rank, stream in place]
@@ -312,13 +307,19 @@ def confusion(document: Mapping[str, Any]) -> Chart:
     shown = sorted(sorted(range(len(classes)), key=lambda k: -mistakes[k])[:_MAX_CLASSES])
     sums = [max(1, sum(counts[k].values())) for k in shown]
     places = list(range(len(shown)))
+    hover = [
+        [
+            f"{plain(classes[k], 40)}<br>"
+            + ("correct" if k == other else f"predicted as {plain(classes[other], 40)}")
+            + f": {counts[k][other]:,} of {total:,} ({counts[k][other] / total:.1%})"
+            for other in shown
+        ]
+        for k, total in zip(shown, sums, strict=True)
+    ]
     heatmap = go.Heatmap(
         x=places, y=places, name="confusion", zmin=0, zmax=1, colorscale=SHADES, showscale=False, xgap=1, ygap=1,
         z=[[counts[k][other] / total for other in shown] for k, total in zip(shown, sums, strict=True)],
-        customdata=[
-            [_cell_hover(classes[k], classes[other], counts[k][other], total) for other in shown]
-            for k, total in zip(shown, sums, strict=True)
-        ], **HOVER,
+        customdata=hover, **HOVER,
     )  # fmt: skip
     traces = [heatmap]
     if len(shown) <= _MAX_CLASSES_WITH_COUNTS:  # as a trace of its own: a heatmap's texts ignore the page's colours
@@ -338,8 +339,3 @@ def confusion(document: Mapping[str, Any]) -> Chart:
 def _class_axis(names: Sequence[object]) -> dict[str, Any]:
     ticks = {"tickvals": list(range(len(names))), "ticktext": [plain(name, 16) for name in names]}
     return {"showgrid": False, **ticks}
-
-
-def _cell_hover(label: object, predicted: object, count: int, total: int) -> str:
-    outcome = "correct" if label == predicted else f"predicted as {plain(predicted, 40)}"
-    return f"{plain(label, 40)}<br>{outcome}: {count:,} of {total:,} ({count / total:.1%})"

@@ -120,17 +120,17 @@ def _view(run: RunRecord) -> dict[str, Any]:
     damaged = list(run.damaged)
     unreadable = " ".join(run.damaged)
     for part, (text, build) in _PARTS.items():
-        if part not in run.parts and (not run.recipe or part == "profile"):
-            continue  # a folder of kasoku tune or profile has parts of its own
         if part in run.parts:
             try:
                 parts[part] = build(run.parts[part])
             except _DAMAGED as error:
                 damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
-        elif f"{part}.json" not in unreadable:
+        elif part != "profile" and f"{part}.json" not in unreadable:
             lacks.append(f"{text} ({part}.json)")
-    lacks += [] if run.buckets or not run.recipe else ["gradient buckets (of several ranks, buckets.json)"]
-    lacks += [] if run.metrics or not run.recipe else ["curves (metrics.jsonl)"]
+    lacks += [] if run.buckets else ["gradient buckets (of several ranks, buckets.json)"]
+    lacks += [] if run.metrics else ["curves (metrics.jsonl)"]
+    if not run.recipe:  # a folder of kasoku tune or profile has parts of its own
+        lacks.clear()
     notes = [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
     notes += [f"Left out: {'; '.join(damaged)}."] if damaged else []
     return {"name": run.name, "machine": machine, "buckets": run.buckets, "parts": parts, "notes": notes}

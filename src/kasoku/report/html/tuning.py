@@ -6,7 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from kasoku.report.html.figures import AXIS, COLOURS, HOVER, MORE_COLOURS, Chart, new_figure, plain
+from kasoku.report.html.figures import AXIS, COLOURS, HOVER, MORE_COLOURS, Chart, line, new_figure, plain
 
 _MAX_TICKS = 9
 _FALLING, _RISING = {"color": COLOURS[2], "dash": "dot", "width": 2}, {"color": COLOURS[0], "width": 2}
@@ -88,8 +88,7 @@ def _cost(document: Mapping[str, Any]) -> str:
 def _range_test(document: Mapping[str, Any]) -> Chart:
     """The loss over rising learning rates, and the suggested rate."""
     samples = [s for s in document["samples"] if s["loss"] is not None]
-    rates, losses = [s["lr"] for s in samples], [s["loss"] for s in samples]
-    traces = [go.Scatter(x=rates, y=losses, name="loss", mode="lines", line={"color": COLOURS[0], "width": 2})]
+    traces = [line("loss", [(s["lr"], s["loss"]) for s in samples], 0)]
     chosen, note = document["chosen"], ""
     if chosen is not None:
         note = f"Chosen: a learning rate of {chosen:.4g}{_cost(document)}."
