@@ -34,8 +34,8 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 2000,
     "simulate": 1740,
     "report": 2400,
-    "training": 2355,
-    "commands": 1905,
+    "training": 2395,
+    "commands": 1915,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -26,7 +26,15 @@ from kasoku.core import Comm, InputError, say
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
-from kasoku.training.run_folder import RunFolder, finished, free_folder, load_recipe, members_of, run_folder, shares_in
+from kasoku.training.run_folder import (
+    RunFolder,
+    finished,
+    free_folder,
+    members_of,
+    resumed_recipe,
+    run_folder,
+    shares_in,
+)
 
 if TYPE_CHECKING:
     from kasoku.training.auto_batch import TunedRecipe
@@ -98,7 +106,7 @@ def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
     """The recipe and the run folder; without --out and --resume a new one."""
     if arguments.resume:
         run = next(iter(members_of(arguments.resume)), arguments.resume)
-        return load_recipe(run, arguments.set), arguments.resume
+        return resumed_recipe(run, arguments.set), arguments.resume
     trust.allow_beside(arguments.recipe)
     source = arguments.recipe or arguments.data or Path()
     return _load(arguments), arguments.out or free_folder(source.resolve().stem)
@@ -235,7 +243,7 @@ def _begin(
 
             write_tuning(run.path, tuned.result.as_json())
     elif arguments.set:
-        run.write("recipe.toml", dumps(recipe))
+        run.write_recipe(recipe)
     if not arguments.quiet:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
@@ -253,7 +261,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     def members() -> tuple[list[Recipe], list[Path], list[str]]:
         if arguments.resume:
             paths = members_of(folder)
-            recipes = [load_recipe(path, arguments.set) for path in paths]
+            recipes = [resumed_recipe(path, arguments.set) for path in paths]
             return recipes, paths, [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
         return recipes, [folder / f"member-{i + 1}" for i in range(len(recipes))], [""]

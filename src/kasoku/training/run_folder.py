@@ -4,9 +4,13 @@ Note: the manifest. manifest.json has the SHA-256 of each file that decides a re
 resolved recipe, the shape of the data, the shares of ranks, the weights. They are compared before a file is used.
 Before a new version replaces a file, its digest is added to that of the old one (or to "", where there was none), so a
 kill between the two writes does no harm. Afterwards the old digest goes.
+
+Note: the format. The first line of a run's recipe has a number that rises where an older recipe would mean something
+else. In format 1, without that line, a time below 1 was in epochs: such a run is not resumed as if it were a share.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import count
@@ -17,7 +21,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from kasoku.config import trust
-from kasoku.config.recipe import CHANGEABLE, Recipe, flat_settings, load
+from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, flat_settings, load
 from kasoku.config.toml import table
 from kasoku.core import Comm, InputError
 from kasoku.core.files import (
@@ -36,6 +40,8 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
+_FORMAT = "# format 2 of kasoku's run folders: a time below 1 is a share of the training\n"
+_TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
 
@@ -63,6 +69,9 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Writes a small UTF-8 file whole or not at all."""
         self._write(name, lambda part: part.write_text(text, encoding="utf-8"))
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        self.write("recipe.toml", _FORMAT + dumps(recipe))
 
     def write_weights(self, name: str, model: nn.Module) -> None:
         """Writes a model's weights as safetensors, whole or not at all."""
@@ -92,6 +101,29 @@ def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     file = checked_file(folder, "recipe.toml")
     trust.search_import_folders(file)
     return load(file, settings)
+
+
+def resumed_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run to resume, with settings over it. Raises InputError as `load_recipe`, and for other times."""
+    recipe = load_recipe(folder, settings)
+    _check_times(folder, recipe)
+    return recipe
+
+
+def _check_times(folder: Path, recipe: Recipe) -> None:
+    """Raises InputError where a time of an older run was in epochs and would now be a share of the training."""
+    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith(_FORMAT):
+        return
+    old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
+    times = {path: time for path, time in old.items() if _TIMES.fullmatch(path) and time == new.get(path)}
+    for path, time in times.items():
+        if is_number(time) and 0 < time < 1:
+            advice = "train anew"
+            if path.startswith(CHANGEABLE):
+                share = time / (recipe.schedule.epochs or recipe.epochs)
+                advice = f"--resume {folder} --set {path}={share} goes on with the same time"
+            wrong = "an older version of kasoku wrote it as epochs, and below 1 it is now a share of the training"
+            raise InputError(f"{folder}: {path} = {time:g}: {wrong}: {advice}")
 
 
 @contextmanager
@@ -133,6 +165,7 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
                 f"training; only {', '.join(CHANGEABLE)} may change"
             )
+    _check_times(folder, recipe)
 
 
 def unused_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
