@@ -26,15 +26,7 @@ from kasoku.core import Comm, InputError, say
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
-from kasoku.training.run_folder import (
-    RunFolder,
-    finished,
-    free_folder,
-    members_of,
-    resumed_recipe,
-    run_folder,
-    shares_in,
-)
+from kasoku.training.run_folder import RunFolder, finished, free_folder, members_of, resumed_recipe, shares_in
 
 if TYPE_CHECKING:
     from kasoku.training.auto_batch import TunedRecipe
@@ -163,10 +155,10 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
-    with run_folder(comm, folder, resume=resume) as run:
-        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned, rows) if run else None)
-        with _advised(folder):
-            result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
+    with _advised(folder):
+        begin = partial(_begin, arguments, training, tuned, rows)
+        started, quiet = arguments.started, arguments.quiet
+        result = trainer.fit_in(folder, training, begin, started=started, resume=resume, quiet=quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
         print_table("", result.rows(folder))
     return _end(comm, result.stopped, folder)
@@ -228,7 +220,7 @@ def _photo_rows(training: Training) -> dict[str, str]:
 
 
 def _begin(
-    arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None, rows: dict[str, str]
+    arguments: TrainArguments, training: Training, tuned: TunedRecipe | None, rows: dict[str, str], run: RunFolder
 ) -> None:
     """Writes the files of a new run, and prints what is about to happen."""
     from kasoku.report.dry_run import preview, remark

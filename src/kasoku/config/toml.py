@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
-from kasoku.config.shipped import RECIPES
 from kasoku.core.attribution import attributed
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
 _LEVELS = 30  # of a document
-RECIPE_FILE = "a recipe file"
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
@@ -95,21 +93,18 @@ def _lookup(dotted: str, path: str) -> Callable[..., Any]:
     return typing.cast("Callable[..., Any]", thing)
 
 
-def read(path: Path, settings: Sequence[str] = (), *, wanted: str = RECIPE_FILE) -> dict[str, Any]:
+def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a TOML file is wanted") -> dict[str, Any]:
     """A TOML document, with `path=value` settings over it. Raises InputError for a file that cannot be read."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
-        meant = ""
-        if wanted == RECIPE_FILE and path.parent == Path():
-            meant = f", or the name of one that comes with kasoku{nearest(path.stem, list(RECIPES))}"
-        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted{meant}") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:
         override(document, setting)
     if _is_deeper(document, _LEVELS):
-        raise InputError(f"{path}: more than {_LEVELS} tables or lists in each other: {wanted} is wanted")
+        raise InputError(f"{path}: more than {_LEVELS} tables or lists in each other: {wanted}")
     return document
 
 

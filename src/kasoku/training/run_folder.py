@@ -23,19 +23,8 @@ from torch import nn
 from kasoku.config import trust
 from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, flat_settings, load
 from kasoku.config.toml import table
-from kasoku.core import Comm, InputError
-from kasoku.core.files import (
-    MANIFEST,
-    check_regular,
-    checked_file,
-    digest,
-    digests_in,
-    is_number,
-    locked_folder,
-    read_json,
-    write_atomically,
-    write_text,
-)
+from kasoku.core import Comm, InputError, files
+from kasoku.core.files import MANIFEST, check_regular, checked_file, digests_in, is_number, read_json
 from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
@@ -48,14 +37,12 @@ _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safe
 class RunFolder:
     """One training's folder, locked while the object lives.
 
-    Raises:
-        InputError: when another training holds it, when it cannot be written, or when it holds a run already and
-            `resume` is False.
+    Raises InputError if another training holds it, if it cannot be written, and if it holds a run and is not resumed.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self._lock = locked_folder(path, "training", below="checkpoints")
+        self._lock = files.locked_folder(path, "training", below="checkpoints")
         if not resume and (path / "recipe.toml").exists():
             self._lock.close()
             raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")
@@ -81,16 +68,16 @@ class RunFolder:
         file = self.path / name
 
         def note(part: Path) -> None:
-            old = self._digests.get(name) or [digest(file) if file.exists() else ""]
-            self._digests[name] = [*old, digest(part)]
+            old = self._digests.get(name) or [files.digest(file) if file.exists() else ""]
+            self._digests[name] = [*old, files.digest(part)]
             self._write_manifest()
 
-        write_atomically(file, write, note if name in _DECISIVE else None)
+        files.write_atomically(file, write, note if name in _DECISIVE else None)
         if name in _DECISIVE:
             self._digests[name] = self._digests[name][-1:]  # on disk with the next file, or at the end
 
     def _write_manifest(self) -> None:
-        write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
+        files.write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
 
 
 def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -168,26 +155,22 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
     _check_times(folder, recipe)
 
 
-def unused_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
-    """A folder for a command's output, not created yet: `out`, or a free one named after the recipe and `word`.
+def output_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
+    """Creates a folder for a command's output: `out`, or a free one named after the recipe and `word`.
 
-    Raises:
-        InputError: if it holds a run, or one of the files to be `written` is the recipe itself.
+    Raises InputError if it holds a run, if one of the files to be `written` is the recipe itself, or if it cannot be
+    created.
     """
     path = out or free_folder(f"{recipe.stem}-{word}")
     if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):
         raise InputError(f"{path}: holds a run, which would be lost: give another --out")
     if any((path / name).resolve() == recipe.resolve() for name in written):
         raise InputError(f"{path}: {recipe} lies there and would be written over: give another --out")
-    return path
-
-
-def create_folder(path: Path) -> None:
-    """Creates the folder for a command's output. Raises InputError if it cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror}: a folder is wanted") from error
+    return path
 
 
 def members_of(folder: Path) -> list[Path]:

@@ -65,11 +65,7 @@ class Progress:
 
 
 class RunState:
-    """What the parts of a running training share.
-
-    Args:
-        training: what is trained.
-        run: the run folder, locked; None on all ranks but 0.
+    """What the parts of a running training share. `run`: the run folder, locked; None on all ranks but 0.
 
     Attributes: `position`: the loader's, after the last whole step; `last_checkpoint`: for messages; `target_reached`:
         so that the training ends.

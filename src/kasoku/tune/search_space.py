@@ -78,7 +78,7 @@ def read_space(path: Path) -> Space:
 
     Raises InputError, with the path, for a file that cannot be read and for a table that is not a range.
     """
-    document = read(path, wanted="a space file")
+    document = read(path, wanted="a space file is wanted")
     try:
         space = dict(_flat(document, ""))
     except InputError as error:
