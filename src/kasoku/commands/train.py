@@ -20,7 +20,7 @@ import torch
 from kasoku.commands.arguments import TrainArguments
 from kasoku.config import trust
 from kasoku.config.ranks import check_same, gpus_for, shares_of
-from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, load
+from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
 from kasoku.core import Comm, InputError, say
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
@@ -50,7 +50,6 @@ def _check(arguments: TrainArguments) -> None:
     a = arguments
     sources = [name for name, value in (("recipe", a.recipe), ("resume", a.resume), ("data", a.data)) if value]
     given = " and ".join(sources) or "nothing"
-    fixed = [setting for setting in a.set if not setting.startswith(CHANGEABLE)]
     rules = {  # message: whether the rule is broken
         f"{given} given: one of RECIPE, --resume DIR, --data DIR is wanted": len(sources) != 1,
         "--continue: goes with --out DIR, where the run is or will be": a.go_on and (a.resume or not a.out),
@@ -61,8 +60,6 @@ def _check(arguments: TrainArguments) -> None:
         and a.plot.suffix != ".html",
         "--vary without --members: a value for each member is wanted; give --members K": a.vary and not a.members,
         "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
-        f"--resume with --set {', '.join(fixed[:1])}: that would be another training; only {', '.join(CHANGEABLE)} "
-        "may change": a.resume and fixed,
         "--print beside --members: one recipe is printed; leave --members out": a.show and a.members,
         "--freeze without --weights: the frozen blocks would keep their random weights; give both": a.freeze
         and not a.weights,

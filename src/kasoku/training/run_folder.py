@@ -91,26 +91,10 @@ def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
 
 
 def resumed_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run to resume, with settings over it. Raises InputError as `load_recipe`, and for other times."""
+    """The recipe of a run to resume, with settings over it. Raises InputError as `load_recipe`, and as the check."""
     recipe = load_recipe(folder, settings)
-    _check_times(folder, recipe)
+    check_same_training(folder, recipe)
     return recipe
-
-
-def _check_times(folder: Path, recipe: Recipe) -> None:
-    """Raises InputError where a time of an older run was in epochs and would now be a share of the training."""
-    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith(_FORMAT):
-        return
-    old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
-    times = {path: time for path, time in old.items() if _TIMES.fullmatch(path) and time == new.get(path)}
-    for path, time in times.items():
-        if is_number(time) and 0 < time < 1:
-            advice = "train anew"
-            if path.startswith(CHANGEABLE):
-                share = time / (recipe.schedule.epochs or recipe.epochs)
-                advice = f"--resume {folder} --set {path}={share} goes on with the same time"
-            wrong = "an older version of kasoku wrote it as epochs, and below 1 it is now a share of the training"
-            raise InputError(f"{folder}: {path} = {time:g}: {wrong}: {advice}")
 
 
 @contextmanager
@@ -144,7 +128,10 @@ def finished(folder: Path, recipe: Recipe) -> str:
 
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
-    """Raises InputError where a recipe is not the run's in more than a resumed run may change."""
+    """Raises InputError where a recipe is not the run's in more than a resumed run may change.
+
+    Also where a time of an older run was in epochs and would be a share of the training, unless the run is over.
+    """
     old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
@@ -152,7 +139,16 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
                 f"training; only {', '.join(CHANGEABLE)} may change"
             )
-    _check_times(folder, recipe)
+    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith(_FORMAT):
+        return
+    for name, time in old.items():
+        if _TIMES.fullmatch(name) and time == new.get(name) and is_number(time) and 0 < time < 1:
+            advice = "train anew"
+            if name.startswith(CHANGEABLE):
+                share = time / (recipe.schedule.epochs or recipe.epochs)
+                advice = f"--resume {folder} --set {name}={share} goes on with the same time"
+            wrong = "an older version of kasoku wrote it as epochs, and below 1 it is now a share of the training"
+            raise InputError(f"{folder}: {name} = {time:g}: {wrong}: {advice}")
 
 
 def output_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:

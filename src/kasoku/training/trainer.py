@@ -210,16 +210,11 @@ def build(
         return recipes.network(recipe, len(data.classes), data.channels, data.image_size[0])
 
     def loaders(data: Dataset) -> tuple[Loader, Loader]:
-        common: dict[str, Any] = {
-            "device": device_setup.device,
-            "comm": comm,
-            "cores_shared_by": place().ranks_on_its_cores,
-        }
+        load = partial(loader, data, device=device_setup.device, comm=comm, cores_shared_by=place().ranks_on_its_cores)
         fill = recipe.last_batch == "fill"
-        train = train_loader or loader(data, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
+        train = train_loader or load("train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill)
         test_batch = recipe.evaluate.batch or recipe.batch // parts
-        test_batch += -test_batch % comm.size
-        return train, loader(data, "test", test_batch, **common)
+        return train, load("test", test_batch + -test_batch % comm.size)
 
     # the names of a task's parameters are the tasks whose results it takes
     start.add("digest", lambda data: data.index() if comm.size > 1 else {})

@@ -102,17 +102,9 @@ def range_test(
     statistics; and Overlap keeps buckets that it planned during the test. All ranks get the same result. A rank that
     fails leaves its peers within a step, so call `try_alone` first.
 
-    Args:
-        job: the training; its loader can be iterated more than once.
-        low: the factor on all rates in the first step.
-        high: the factor in the last step.
-        steps: the number of steps.
-        budget_s: seconds after which the test ends.
-        rates: of each parameter group, at factor 1; the current ones by default.
-
-    Raises:
-        InputError: for an empty range, too few steps, rates that are 0 or not one for each group, and a loader without
-            a batch.
+    `low` and `high`: the factors on all rates in the first and in the last step. `rates`: those of the parameter groups
+    at factor 1, the current ones by default. Raises InputError for an empty range, too few steps, rates that are 0 or
+    not one for each group, and a loader without a batch.
 
     Costs: a copy of the state during the test.
     Ref: Smith 2015 (arXiv 1506.01186), 3.3. The loss has diverged when its smoothed value is above four times its least
