@@ -30,12 +30,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 4980,
     "distributed": 5650,
     "memory": 2230,
-    "config": 1400,
-    "tune": 2000,
+    "config": 1390,
+    "tune": 1945,
     "simulate": 1740,
     "report": 2400,
-    "training": 2395,
-    "commands": 1915,
+    "training": 2335,
+    "commands": 1890,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

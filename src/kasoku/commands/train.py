@@ -260,17 +260,16 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if all(over):
         _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
         return 0
-    if comm.rank == 0 and (arguments.plot or arguments.dry_run):
-        preview(recipes[0], plot=arguments.plot, show=arguments.dry_run)
+    shown = recipes if arguments.dry_run else recipes[:1] if arguments.plot else []
+    for i, recipe in enumerate(shown if comm.rank == 0 else ()):
+        preview(recipe, plot=None if i else arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
-        for recipe in recipes[1:] if comm.rank == 0 else ():
-            preview(recipe)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     _say_once(comm, schedule_warning(recipes[0]))
     with _advised(folder):
-        how: dict[str, Any] = {"started": arguments.started, "own_modules": own, "quiet": arguments.quiet}
-        stopped = ensemble.train(recipes, paths, comm, **how)
+        quiet = arguments.quiet
+        stopped = ensemble.train(recipes, paths, comm, started=arguments.started, own_modules=own, quiet=quiet)
     if not stopped:
         ensemble.evaluate(paths, comm, quiet=arguments.quiet)
     return _end(comm, stopped, folder)

@@ -4,8 +4,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,7 @@ from kasoku.tune.lr_range_test import rates_of
 from kasoku.tune.memory_forecast import out_of_memory
 
 
-@dataclass(frozen=True)
-class TunedRecipe:
+class TunedRecipe(NamedTuple):
     """A recipe at the batch that tuning chose, the measurements behind the choice, and the data set."""
 
     recipe: Recipe
