@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+import kasoku
 from kasoku.cli import main
+from kasoku.core import InputError
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 SHORT = ["--set", "epochs=3", "--set", "schedule.epochs=3", "--set", "schedule.warmup=1"]
@@ -244,6 +247,49 @@ def test_resuming_may_not_change_what_is_trained_and_records_what_it_may(tmp_pat
     assert train("--resume", str(run), "--set", "epochs=4", "--quiet") == 0
     assert json.loads((run / "result.json").read_text())["epochs"] == 4
     assert "epochs = 4" in (run / "recipe.toml").read_text()
+
+
+def as_of_format_1(run: Path, **times: str) -> None:
+    """Makes a run folder one of an older version, whose times below 1 were epochs."""
+    lines = (run / "recipe.toml").read_text().splitlines()[1:]
+    changed = [next((f"{k} = {v}" for k, v in times.items() if line.startswith(f"{k} =")), line) for line in lines]
+    (run / "recipe.toml").write_text("\n".join(changed))
+    (run / "manifest.json").unlink()
+
+
+def test_an_older_run_with_a_time_below_1_is_not_resumed(digits_run, tmp_path, capsys):
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    as_of_format_1(run, warmup="0.5")
+    assert train("--resume", str(run), "--quiet") == 0  # it is finished
+    capsys.readouterr()
+    longer = ["--set", "epochs=5"]
+    assert train("--resume", str(run), *longer, "--quiet") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "schedule.warmup = 0.5: an older version of kasoku wrote it as epochs" in error
+    remedy = re.search(r"--set (schedule\.warmup=\S+)", error)
+    assert remedy
+    assert remedy[1] == "schedule.warmup=0.1"  # of 5 epochs
+    with pytest.raises(InputError, match="an older version of kasoku wrote it"):
+        kasoku.train(kasoku.load_recipe(run / "recipe.toml", ["epochs=5"]), run, resume=True, quiet=True)
+    assert train("--resume", str(run), *longer, "--set", remedy[1], "--quiet") == 0
+    assert train("--resume", str(run), "--set", "epochs=6", "--quiet") == 0  # the recipe is of this version now
+    assert json.loads((run / "result.json").read_text())["epochs"] == 6
+
+
+def test_an_older_run_without_such_a_time_is_resumed(digits_run, tmp_path):
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    as_of_format_1(run, warmup="1.5")
+    assert train("--resume", str(run), "--set", "epochs=5", "--quiet") == 0
+
+
+def test_a_time_of_a_technique_in_an_older_run_needs_a_new_training(tmp_path, capsys):
+    run = tmp_path / "run"
+    shrunk = "techniques.1={use='kasoku.data.LowResolution', side=7, until=0.5}"
+    assert train(str(RECIPE), *SHORT, "--set", shrunk, "--out", str(run)) == 0
+    as_of_format_1(run)
+    assert train("--resume", str(run), "--set", "epochs=4", "--quiet") == 2
+    assert "techniques.1.until = 0.5" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_cause(tmp_path, capsys):

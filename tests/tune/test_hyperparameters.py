@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kasoku.config.toml import inline
 from kasoku.core import InputError
 from kasoku.tune.hyperparameters import SearchSettings, accuracies, search
-from kasoku.tune.search_space import Between, OneOf, read_space, toml
+from kasoku.tune.search_space import Between, OneOf, read_space
 
 # Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`; says it as training does.
 FAKE = """
@@ -258,8 +259,8 @@ def test_a_space_file_that_is_not_there_is_refused(tmp_path):
     "value", [True, 3, 1e-5, 0.1, 'a "b" é', [1, [2.5, "x"]], {"use": "a.b", "keys": {"c d": [1]}}]
 )
 def test_a_value_goes_to_toml_and_back(value):
-    assert tomllib.loads(f"value = {toml(value)}")["value"] == value
-    assert "\n" not in toml(value)
+    assert tomllib.loads(f"value = {inline(value)}")["value"] == value
+    assert "\n" not in inline(value)
 
 
 def test_accuracies_are_read_while_the_log_is_written():

@@ -60,14 +60,8 @@ def run_slurm(arguments: SlurmArguments) -> int:
             raise InputError(f'--{option_name} "{name}": letters, digits, "_", "-" and "."; give the name Slurm knows')
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
-    script = sbatch(
-        job,
-        time=arguments.time,
-        cpus_per_gpu=arguments.cpus_per_gpu,
-        partition=arguments.partition,
-        account=arguments.account,
-    )
-    return _write(script, arguments.write)
+    queue = {"partition": arguments.partition, "account": arguments.account}
+    return _write(sbatch(job, time=arguments.time, cpus_per_gpu=arguments.cpus_per_gpu, **queue), arguments.write)
 
 
 def run_kubernetes(arguments: KubernetesArguments) -> int:

@@ -25,7 +25,7 @@ from kasoku.simulate import plan_search
 from kasoku.simulate.cluster import Costs
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
-from kasoku.training.run_folder import create_folder, load_recipe, unused_folder
+from kasoku.training.run_folder import load_recipe, output_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BEFORE = "before the first step"  # the item of all rows that are not below
@@ -59,8 +59,7 @@ def run(arguments: PlanArguments) -> int:
     recipes = plan_search.candidates(recipe, arguments.set, noise_scale)
     tried = plan_search.choices(recipes, cluster, arguments.profile)
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
-    folder = unused_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
-    create_folder(folder)
+    folder = output_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
     for line in chosen.scenario.remarks(chosen.step):
         say(line)
     if cluster.costs == Costs():

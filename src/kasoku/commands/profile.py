@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kasoku.commands.arguments import ProfileArguments
@@ -24,7 +25,7 @@ from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
 from kasoku.report.bottleneck import StepFacts, find_bottlenecks
 from kasoku.report.profile_tables import ms, profile_tables
 from kasoku.report.profiler import Profiler, StepProfile
-from kasoku.training.run_folder import create_folder, unused_folder
+from kasoku.training.run_folder import output_folder
 from kasoku.training.trainer import build
 
 
@@ -53,11 +54,11 @@ def _recipe(arguments: ProfileArguments, ranks: int) -> Recipe:
 def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     recipe = run_on_all_ranks(comm, lambda: _recipe(arguments, comm.size))
     check_same(recipe, comm)
-    folder = run_on_all_ranks(comm, lambda: unused_folder(arguments.out, arguments.recipe, "profile"))
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, start=start))
     if comm.rank == 0:
         print(training.device_setup.summary, flush=True)
-    run_on_all_ranks(comm, lambda: create_folder(folder) if comm.rank == 0 else None)
+    create = partial(output_folder, arguments.out, arguments.recipe, "profile")
+    folder = run_on_all_ranks(comm, lambda: create() if comm.rank == 0 else Path())
     job, device_setup = training.job, training.device_setup
     profiler = Profiler(job, device_setup.dtype)
     profiler.warm_up()

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,12 @@ def _json(file: Path, damaged: list[str]) -> dict[str, Any]:
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
     """The complete lines of the file."""
-    try:
-        text = file.read_text(errors="replace")
-    except OSError:
-        return []
     lines = []
-    for line in text.splitlines():
-        try:
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
+        with suppress(ValueError, RecursionError):  # half written, or damaged
             values = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # half written, or damaged
-        if isinstance(values, dict) and all(is_number(values.get(key)) for key in ("step", "epoch", "time_s")):
-            lines.append(values)
+            if isinstance(values, dict) and all(is_number(values.get(key)) for key in ("step", "epoch", "time_s")):
+                lines.append(values)
     return lines
 
 

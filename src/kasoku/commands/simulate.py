@@ -19,7 +19,7 @@ from kasoku.report.html import Panel, RunRecord
 from kasoku.simulate import SimulatedStep, timeline
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate.from_recipe import Scenario, efficiency, scenario, sizes, sweep
-from kasoku.training.run_folder import create_folder, unused_folder
+from kasoku.training.run_folder import output_folder
 
 _MS = 1e3
 
@@ -50,8 +50,7 @@ def run(arguments: SimulateArguments) -> int:
         points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
         parts = case.recipe.parts(step.gpus)
         document["sweep"] = {"images_a_gpu": case.images_each(step), "parts": parts, "points": points}
-    folder = unused_folder(arguments.out, arguments.recipe, "simulated")
-    create_folder(folder)
+    folder = output_folder(arguments.out, arguments.recipe, "simulated")
     write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
     files = ["simulation.json"]
     try:

@@ -20,13 +20,13 @@ import torch
 from kasoku.commands.arguments import TrainArguments
 from kasoku.config import trust
 from kasoku.config.ranks import check_same, gpus_for, shares_of
-from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, load
+from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
 from kasoku.core import Comm, InputError, say
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
-from kasoku.training.run_folder import RunFolder, finished, free_folder, load_recipe, members_of, run_folder, shares_in
+from kasoku.training.run_folder import RunFolder, finished, free_folder, members_of, resumed_recipe, shares_in
 
 if TYPE_CHECKING:
     from kasoku.training.auto_batch import TunedRecipe
@@ -50,7 +50,6 @@ def _check(arguments: TrainArguments) -> None:
     a = arguments
     sources = [name for name, value in (("recipe", a.recipe), ("resume", a.resume), ("data", a.data)) if value]
     given = " and ".join(sources) or "nothing"
-    fixed = [setting for setting in a.set if not setting.startswith(CHANGEABLE)]
     rules = {  # message: whether the rule is broken
         f"{given} given: one of RECIPE, --resume DIR, --data DIR is wanted": len(sources) != 1,
         "--continue: goes with --out DIR, where the run is or will be": a.go_on and (a.resume or not a.out),
@@ -61,8 +60,6 @@ def _check(arguments: TrainArguments) -> None:
         and a.plot.suffix != ".html",
         "--vary without --members: a value for each member is wanted; give --members K": a.vary and not a.members,
         "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
-        f"--resume with --set {', '.join(fixed[:1])}: that would be another training; only {', '.join(CHANGEABLE)} "
-        "may change": a.resume and fixed,
         "--print beside --members: one recipe is printed; leave --members out": a.show and a.members,
         "--freeze without --weights: the frozen blocks would keep their random weights; give both": a.freeze
         and not a.weights,
@@ -98,7 +95,7 @@ def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
     """The recipe and the run folder; without --out and --resume a new one."""
     if arguments.resume:
         run = next(iter(members_of(arguments.resume)), arguments.resume)
-        return load_recipe(run, arguments.set), arguments.resume
+        return resumed_recipe(run, arguments.set), arguments.resume
     trust.allow_beside(arguments.recipe)
     source = arguments.recipe or arguments.data or Path()
     return _load(arguments), arguments.out or free_folder(source.resolve().stem)
@@ -155,10 +152,10 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
-    with run_folder(comm, folder, resume=resume) as run:
-        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned, rows) if run else None)
-        with _advised(folder):
-            result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
+    with _advised(folder):
+        begin = partial(_begin, arguments, training, tuned, rows)
+        started, quiet = arguments.started, arguments.quiet
+        result = trainer.fit_in(folder, training, begin, started=started, resume=resume, quiet=quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
         print_table("", result.rows(folder))
     return _end(comm, result.stopped, folder)
@@ -220,7 +217,7 @@ def _photo_rows(training: Training) -> dict[str, str]:
 
 
 def _begin(
-    arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None, rows: dict[str, str]
+    arguments: TrainArguments, training: Training, tuned: TunedRecipe | None, rows: dict[str, str], run: RunFolder
 ) -> None:
     """Writes the files of a new run, and prints what is about to happen."""
     from kasoku.report.dry_run import preview, remark
@@ -235,7 +232,7 @@ def _begin(
 
             write_tuning(run.path, tuned.result.as_json())
     elif arguments.set:
-        run.write("recipe.toml", dumps(recipe))
+        run.write_recipe(recipe)
     if not arguments.quiet:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
@@ -253,7 +250,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     def members() -> tuple[list[Recipe], list[Path], list[str]]:
         if arguments.resume:
             paths = members_of(folder)
-            recipes = [load_recipe(path, arguments.set) for path in paths]
+            recipes = [resumed_recipe(path, arguments.set) for path in paths]
             return recipes, paths, [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
         return recipes, [folder / f"member-{i + 1}" for i in range(len(recipes))], [""]
@@ -263,17 +260,16 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if all(over):
         _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
         return 0
-    if comm.rank == 0 and (arguments.plot or arguments.dry_run):
-        preview(recipes[0], plot=arguments.plot, show=arguments.dry_run)
+    shown = recipes if arguments.dry_run else recipes[:1] if arguments.plot else []
+    for i, recipe in enumerate(shown if comm.rank == 0 else ()):
+        preview(recipe, plot=None if i else arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
-        for recipe in recipes[1:] if comm.rank == 0 else ():
-            preview(recipe)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     _say_once(comm, schedule_warning(recipes[0]))
     with _advised(folder):
-        how: dict[str, Any] = {"started": arguments.started, "own_modules": own, "quiet": arguments.quiet}
-        stopped = ensemble.train(recipes, paths, comm, **how)
+        quiet = arguments.quiet
+        stopped = ensemble.train(recipes, paths, comm, started=arguments.started, own_modules=own, quiet=quiet)
     if not stopped:
         ensemble.evaluate(paths, comm, quiet=arguments.quiet)
     return _end(comm, stopped, folder)

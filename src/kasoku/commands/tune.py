@@ -8,8 +8,8 @@ import torch
 
 from kasoku.commands.arguments import STRATEGIES, TuneArguments
 from kasoku.config.ranks import check_same, gpus_for
-from kasoku.config.recipe import Recipe
-from kasoku.config.toml import nearest, read
+from kasoku.config.recipe import Recipe, read_document
+from kasoku.config.toml import nearest
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -57,7 +57,7 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     recipe = run_on_all_ranks(comm, arguments.load)
     check_same(recipe, comm)
     # where the recipe does not say how the rates follow the batch, they stay those of its own batch
-    known = recipe.reference_batch or read(arguments.recipe, arguments.set).get("points")
+    known = recipe.reference_batch or read_document(arguments.recipe, arguments.set).get("points")
     fixed = [] if known else [f"reference_batch={recipe.batch}"]
 
     def at(batch: int) -> Recipe:

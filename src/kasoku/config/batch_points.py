@@ -16,10 +16,7 @@ def at_batch(document: dict[str, Any], points: Any) -> dict[str, Any]:
     """The document with the settings of its `points` for its batch.
 
     A point is a table of settings that hold at its `batch`. Between two points, numbers are interpolated linearly in
-    the logarithm of the batch.
-
-    Raises:
-        InputError: for points that are not such tables, and for a batch outside them.
+    the logarithm of the batch. Raises InputError for points that are not such tables, and for a batch outside them.
     """
     batch = document.get("batch")
     valid = isinstance(points, list) and all(isinstance(p, dict) and type(p.get("batch")) is int for p in points)

@@ -76,12 +76,8 @@ def can_share(recipe: Recipe, ranks: int) -> bool:
 def shares_of(recipe: Recipe, speeds: Sequence[float]) -> tuple[int, ...]:
     """The images of a batch that each rank takes; empty for equal shares.
 
-    They follow the speeds if the slowest rank is more than a tenth slower than the fastest, in multiples of
-    `unit_of_shares`; they are equal if the batch has too few of these.
-
-    Args:
-        recipe: what is trained.
-        speeds: images a second of each rank, in rank order; empty: not known.
+    They follow the ranks' speeds (images a second) if the slowest is more than a tenth slower than the fastest, in
+    multiples of `unit_of_shares`; they are equal if the batch has too few of these.
     """
     ranks = len(speeds)
     unit = unit_of_shares(recipe, ranks) if ranks > 1 else 0
@@ -99,10 +95,7 @@ def unit_of_shares(recipe: Recipe, ranks: int) -> int:
 def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:
     """The techniques that real or virtual ranks need: BatchNorm over groups of images, and an exchange of gradients.
 
-    Args:
-        recipe: what is trained.
-        ranks: their number.
-        uneven: whether they take unequal shares of a batch.
+    `uneven`: the ranks take unequal shares of a batch.
     """
     # Without groups the running statistics are each rank's own.
     alone = is_asynchronous(recipe, ranks) and not any(t.averages_gradients for t in recipe.techniques)

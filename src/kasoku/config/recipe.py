@@ -1,6 +1,5 @@
 """A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kasoku.config.batch_points import at_batch, batches_of_points
-from kasoku.config.shipped import locate
-from kasoku.config.toml import Factory, override, parameters_of, parse, read, resolve, table
+from kasoku.config.shipped import RECIPES, locate
+from kasoku.config.toml import Factory, nearest, override, parameters_of, parse, read, resolve, table
 from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.core.schedule import epoch_of
 from kasoku.device import Device
@@ -213,14 +212,10 @@ class Recipe:
     @cached_property
     def scaled_techniques(self) -> tuple[Technique, ...]:
         """The techniques that `kasoku train` applies, with times that follow `epochs`."""
-        scaled = [technique.over(self.epochs) for technique in self.techniques]
         averaged = any(technique.averages_gradients for technique in self.techniques)
+        pairs = [(technique, technique.over(self.epochs)) for technique in self.techniques]
         # Asynchronous(max_staleness=0), which becomes Overlap, leaves this to a technique beside it
-        own = [
-            not (averaged and new.averages_gradients) or new is old
-            for new, old in zip(scaled, self.techniques, strict=True)
-        ]
-        return tuple(itertools.compress(scaled, own))
+        return tuple(new for old, new in pairs if new is old or not (averaged and new.averages_gradients))
 
     def parts(self, ranks: int) -> int:
         """The number of parts in which each rank takes its share of a batch."""
@@ -281,11 +276,17 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
 
     Raises InputError with the path of what is wrong.
     """
-    return from_document(read(locate(path)), settings)
+    return from_document(read_document(locate(path)), settings)
+
+
+def read_document(file: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """The TOML document of a recipe file, with settings over it."""
+    ours = f", or the name of one that comes with kasoku{nearest(file.stem, list(RECIPES))}"
+    return read(file, settings, wanted=f"a recipe file is wanted{ours if file.parent == Path() else ''}")
 
 
 def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Recipe:
-    """The same from a parsed document."""
+    """The recipe of a document."""
     for setting in settings:
         override(document, setting)
     first = None  # where tuning begins: a batch whose settings are known, the reference batch or the smallest point

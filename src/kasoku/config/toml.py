@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import json
 import tomllib
 import types
 import typing
@@ -18,13 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
-from kasoku.config.shipped import RECIPES
 from kasoku.core.attribution import attributed
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
 _LEVELS = 30  # of a document
-RECIPE_FILE = "a recipe file"
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
@@ -95,21 +94,18 @@ def _lookup(dotted: str, path: str) -> Callable[..., Any]:
     return typing.cast("Callable[..., Any]", thing)
 
 
-def read(path: Path, settings: Sequence[str] = (), *, wanted: str = RECIPE_FILE) -> dict[str, Any]:
+def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a TOML file is wanted") -> dict[str, Any]:
     """A TOML document, with `path=value` settings over it. Raises InputError for a file that cannot be read."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
-        meant = ""
-        if wanted == RECIPE_FILE and path.parent == Path():
-            meant = f", or the name of one that comes with kasoku{nearest(path.stem, list(RECIPES))}"
-        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted{meant}") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:
         override(document, setting)
     if _is_deeper(document, _LEVELS):
-        raise InputError(f"{path}: more than {_LEVELS} tables or lists in each other: {wanted} is wanted")
+        raise InputError(f"{path}: more than {_LEVELS} tables or lists in each other: {wanted}")
     return document
 
 
@@ -249,14 +245,14 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return _convert_union(args, value, path)
     if origin is Literal:
         if value not in args or isinstance(value, bool) != any(isinstance(a, bool) for a in args if a == value):
-            raise InputError(f"{path} = {_show(value)}: one of {', '.join(_show(a) for a in args)}")
+            raise InputError(f"{path} = {inline(value)}: one of {', '.join(inline(a) for a in args)}")
         return value
     if origin in (tuple, list) or hint in (tuple, list):
         return _convert_list(args, value, path)
     if hint in _NAMES:
         good = isinstance(value, int | float) if hint is float else isinstance(value, hint)
         if not good or (isinstance(value, bool) and hint is not bool):
-            raise InputError(f"{path} = {_show(value)}: {_NAMES[hint]} is wanted, this is {_kind(value)}")
+            raise InputError(f"{path} = {inline(value)}: {_NAMES[hint]} is wanted, this is {_kind(value)}")
         return float(value) if hint is float else value
     if isinstance(hint, type):
         return _build(hint, value, path)
@@ -276,7 +272,7 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
 
 def _convert_list(args: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise InputError(f"{path} = {_show(value)}: a list is wanted, this is {_kind(value)}")
+        raise InputError(f"{path} = {inline(value)}: a list is wanted, this is {_kind(value)}")
     any_length = len(args) < 2 or args[-1] is Ellipsis
     if not any_length and len(args) != len(value):
         raise InputError(f"{path}: {len(args)} items are wanted, there are {len(value)}")
@@ -288,7 +284,7 @@ def _build(cls: type, value: Any, path: str) -> Any:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise InputError(f"{path} = {_show(value)}: a table is wanted, this is {_kind(value)}")
+        raise InputError(f"{path} = {inline(value)}: a table is wanted, this is {_kind(value)}")
     if "use" not in value and dataclasses.is_dataclass(cls) and cls is not Factory and not cls.__subclasses__():
         return parse(cls, value, path)
     if not isinstance(value.get("use"), str):
@@ -310,5 +306,10 @@ def _kind(value: Any) -> str:
     return _NAMES.get(type(value), "a list" if isinstance(value, list) else "a table")
 
 
-def _show(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+def inline(value: Any) -> str:
+    """A value as TOML, in one line."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(inline, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{inline(str(key))} = {inline(item)}' for key, item in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | str) else str(value)

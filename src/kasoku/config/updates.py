@@ -1,5 +1,7 @@
 """The updates of a training, and its rates, weight decay and momentum over the epochs."""
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,31 +34,26 @@ def updates(recipe: Recipe, images: int) -> int:
 
 
 def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
-    """The settings of a parameter group at about 1,000 updates spread over the training.
-
-    Args:
-        recipe: what is trained.
-        images: the number of training images.
-        group: the parameter group, as the optimizer was built.
-    """
+    """The settings of a parameter group, as it was built, at about 1,000 updates spread over the training."""
     rate, total = Rate(recipe.scaled_schedule, recipe.rate_scale), updates(recipe, images)
     if total < 1:
         raise InputError(f"batch={recipe.batch}, epochs={recipe.epochs:g}: not one update of {images:,} images")
-    every, done, before, out = max(1, total // _POINTS), 0, 0.0, []
-    for epoch in range(math.ceil(recipe.epochs)):
-        count = updates_in_epoch(recipe, images, epoch)
-        end = min(count, total - done)
-        shown = [*range(-done % every, end, every)]  # of this epoch's updates
-        if 0 < end == total - done and shown[-1:] != [end - 1]:
-            shown.append(end - 1)
-        for i in shown:
-            at, last = (rate.at(group, e) for e in (epoch + i / count, epoch + (i - 1) / count if i else before))
-            momentum = group.get("momentum", group.get("betas", (None,))[0])
-            if momentum is not None and group.get("form") == "mxnet" and done + i and last["lr"]:
-                momentum = momentum * at["lr"] / last["lr"]
-            decay = at.get("weight_decay", group.get("weight_decay", 0.0))
-            out.append(Moment(epoch + i / count, recipe.batch * growth(recipe, epoch), at["lr"], decay, momentum))
-        done, before = done + count, epoch + (count - 1) / count  # where the epoch's last update begins
+    counts = [updates_in_epoch(recipe, images, epoch) for epoch in range(math.ceil(recipe.epochs))]
+    begins = [*itertools.accumulate(counts, initial=0)]  # the first update of each epoch
+
+    def time(update: int) -> float:
+        epoch = bisect.bisect(begins, update) - 1
+        return epoch + (update - begins[epoch]) / counts[epoch]
+
+    out = []
+    for update in sorted({*range(0, total, max(1, total // _POINTS)), total - 1}):
+        epoch = time(update)
+        at, last = rate.at(group, epoch), rate.at(group, time(max(0, update - 1)))
+        momentum = group.get("momentum", group.get("betas", (None,))[0])
+        if momentum is not None and group.get("form") == "mxnet" and update and last["lr"]:
+            momentum = momentum * at["lr"] / last["lr"]
+        decay = at.get("weight_decay", group.get("weight_decay", 0.0))
+        out.append(Moment(epoch, recipe.batch * growth(recipe, int(epoch)), at["lr"], decay, momentum))
     return out
 
 

@@ -215,7 +215,7 @@ def load(name: str, settings: Sequence[str] = ()) -> Cluster:
     path = _HERE / "clusters" / f"{name}.toml" if name in shipped("clusters") else Path(name)
     if path.suffix != ".toml":
         raise InputError(f"cluster {name}: one of {', '.join(shipped('clusters'))}, or a file that ends in .toml")
-    document = read(path, settings, wanted="a cluster file")
+    document = read(path, settings, wanted="a cluster file is wanted")
     try:
         return parse(Cluster, document)
     except InputError as error:

@@ -8,8 +8,7 @@ from typing import Any
 
 from kasoku.config.batch_points import batches_of_points
 from kasoku.config.ranks import can_share
-from kasoku.config.recipe import Recipe, load
-from kasoku.config.toml import read
+from kasoku.config.recipe import Recipe, load, read_document
 from kasoku.config.updates import growth, updates
 from kasoku.core import InputError, Schedule, say
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
@@ -59,7 +58,7 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
     Maths: an epoch at batch B is worth 1 / (1 + B / noise) of one at a small batch, and the epochs of each recipe are
     worth as much as those of the given one. Ref: McCandlish et al. 2018 (arXiv 1812.06162).
     """
-    batches = batches_of_points(read(file, settings))
+    batches = batches_of_points(read_document(file, settings))
     if noise_scale is None:
         if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
             return [load(file, settings)]

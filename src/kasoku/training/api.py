@@ -1,7 +1,7 @@
 """Train, evaluate and predict from Python: the functions that `import kasoku` gives. The commands do the same."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from kasoku.data import find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
 from kasoku.training.evaluation import Scores
-from kasoku.training.run_folder import check_same_training, finished, run_folder, shares_in
+from kasoku.training.run_folder import check_same_training, finished, shares_in
 from kasoku.training.run_state import Result
-from kasoku.training.trainer import build, fit
+from kasoku.training.trainer import build, fit, fit_in
 
 Where = str | PathLike[str]
 
@@ -65,10 +65,10 @@ def train(
             return Result.read(folder)
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=shares))
-    with run_folder(comm, Path(out), resume=resume) if out else nullcontext() as run:
-        folders = None if resume else trust.import_folders(None)
-        run_on_all_ranks(comm, lambda: training.describe(run, folders) if run else None)
-        return fit(training, run, started=started, resume=resume, quiet=quiet)
+    if not out:
+        return fit(training, None, started=started, quiet=quiet)
+    begin = partial(training.describe, import_folders=None if resume else trust.import_folders(None))
+    return fit_in(Path(out), training, begin, started=started, resume=resume, quiet=quiet)
 
 
 def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: Sequence[str] = ()) -> Scores:

@@ -4,8 +4,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,7 @@ from kasoku.tune.lr_range_test import rates_of
 from kasoku.tune.memory_forecast import out_of_memory
 
 
-@dataclass(frozen=True)
-class TunedRecipe:
+class TunedRecipe(NamedTuple):
     """A recipe at the batch that tuning chose, the measurements behind the choice, and the data set."""
 
     recipe: Recipe
@@ -33,13 +33,7 @@ class TunedRecipe:
     dataset: Dataset
 
 
-def tune(
-    recipe: Recipe,
-    at: Callable[[int], Recipe],
-    *,
-    comm: Comm,
-    sizes: tuple[int, int] = (0, 0),
-) -> TunedRecipe:
+def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tuple[int, int] = (0, 0)) -> TunedRecipe:
     """Chooses the batch of a recipe as its table [tune] says; the same on all ranks. Collective.
 
     A strategy with an argument `epochs`, as TimeToTarget, gets the recipe's own epochs for each batch if they differ.
@@ -49,11 +43,9 @@ def tune(
         at: the same recipe at a given batch, with rates that follow it.
         comm: the ranks.
         sizes: the smallest batch to try, 0: what the ranks can share, from 8 images each; and the largest, 0: the
-            largest that the recipe can train with, however many images a rank then takes. The range is cut to sizes
-            that the ranks can share and the recipe can train with; a message says so.
+            largest that the recipe can train with. They are cut to sizes that can be shared and trained with.
 
-    Raises:
-        InputError: for an empty range of sizes, and where no size can run.
+    Raises InputError for an empty range of sizes, and where no size can run.
     """
 
     def at_once(batch: int, parts: int = 1) -> Recipe:
@@ -103,15 +95,9 @@ def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
 def limits(
     at: Callable[[int], Recipe], sizes: tuple[int, int], *, images: int, multiple: int, begin: int, few: int
 ) -> tuple[int, int]:
-    """The smallest and the largest batch to try: both can be shared by the ranks and trained with.
+    """The smallest and the largest batch to try: multiples of `multiple` with which the recipe can be trained.
 
-    Args:
-        at: the recipe at a batch.
-        sizes: the smallest and the largest that the user wants; 0: any.
-        images: the number of training images.
-        multiple: sizes are multiples of it.
-        begin: a size that can be trained with.
-        few: the smallest size worth a try.
+    `sizes`: those that the user wants, 0: any. `begin`: one that can be trained with. `few`: the smallest worth a try.
     """
 
     def trains(batch: int) -> bool:

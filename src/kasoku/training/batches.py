@@ -240,11 +240,8 @@ class BatchBarrier:
     def passes(self, failure: InputError | None, sure: int) -> bool:
         """Whether all ranks have the next batch. Collective: all ranks call it for each batch.
 
-        Raises the failure at once, on this rank alone, for a batch that was declared sure.
-
-        Args:
-            failure: why this rank has no batch.
-            sure: how many of the batches after it cannot fail any more.
+        `failure`: why this rank has no batch; of one that was declared sure it is raised at once, on this rank alone.
+        `sure`: how many of the batches after it cannot fail any more.
         """
         self._batch += 1
         if self._batch > self._sure and self._work:

@@ -34,16 +34,10 @@ Outcome = tuple[str | None, list[str]]  # of a rank's members: the signal that s
 
 
 def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str]) -> list[Recipe]:
-    """The recipes of the members: with consecutive seeds and the settings of `vary`.
+    """The recipes of the members: with consecutive seeds and the settings of `vary`, path=value,value,...
 
-    Args:
-        load: settings (path=value) -> the recipe with them, and with all that depends on them.
-        members: their number.
-        vary: path=value,value,...: one value for each member.
-
-    Raises:
-        InputError: for fewer than 2 members, for a number of values that is not theirs, and for members with different
-            data.
+    `load`: settings (path=value) -> the recipe with them, and with all that depends on them. Raises InputError for
+    fewer than 2 members, for another number of values than members, and for members with different data.
     """
     if members < 2:
         raise InputError(f"--members {members}: at least 2 make an ensemble")
@@ -73,13 +67,9 @@ def train(
 ) -> str | None:
     """Trains all members; returns the signal that stopped one of them, if any. Collective; drains.
 
-    Args:
-        recipes: of the members.
-        paths: of their run folders, which all ranks see.
-        comm: the ranks among which the members are divided; one rank by default.
-        started: when the process started, in seconds of the comm's clock.
-        own_modules: the folders of the user's modules; None resumes the runs in `paths`, but those that are finished.
-        quiet: no progress bar.
+    The members are divided among the ranks, which all see the run folders in `paths`. `started`: when the process
+    started, in seconds of the comm's clock. `own_modules`: the folders of the user's modules; None resumes the runs
+    that are not finished.
 
     Raises:
         InputError: if a member cannot be trained; after the start, once the members of the other ranks have ended.

@@ -25,8 +25,7 @@ class Metrics:
     Note: when losses are read. Reading one makes the host wait for the device. On a CPU that costs nothing, so each
     step is checked; on other devices they are collected and read twice a second, and always before anything is written.
 
-    Note: many ranks. Rank 0 has the log and the bar; the other ranks write and print nothing. The utilization and the
-    memory are of rank 0's device.
+    Note: many ranks. Rank 0 has the log and the bar; the utilization and the memory are of its device.
 
     Attributes: `loss`: the last one that was read; `images_begun`: images of the step under way.
     """

@@ -4,9 +4,13 @@ Note: the manifest. manifest.json has the SHA-256 of each file that decides a re
 resolved recipe, the shape of the data, the shares of ranks, the weights. They are compared before a file is used.
 Before a new version replaces a file, its digest is added to that of the old one (or to "", where there was none), so a
 kill between the two writes does no harm. Afterwards the old digest goes.
+
+Note: the format. The first line of a run's recipe has a number that rises where an older recipe would mean something
+else. In format 1, without that line, a time below 1 was in epochs: such a run is not resumed as if it were a share.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import count
@@ -17,39 +21,28 @@ from safetensors.torch import save_model
 from torch import nn
 
 from kasoku.config import trust
-from kasoku.config.recipe import CHANGEABLE, Recipe, flat_settings, load
+from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, flat_settings, load
 from kasoku.config.toml import table
-from kasoku.core import Comm, InputError
-from kasoku.core.files import (
-    MANIFEST,
-    check_regular,
-    checked_file,
-    digest,
-    digests_in,
-    is_number,
-    locked_folder,
-    read_json,
-    write_atomically,
-    write_text,
-)
+from kasoku.core import Comm, InputError, files
+from kasoku.core.files import MANIFEST, check_regular, checked_file, digests_in, is_number, read_json
 from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
+_FORMAT = "# format 2 of kasoku's run folders: a time below 1 is a share of the training\n"
+_TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
 
 class RunFolder:
     """One training's folder, locked while the object lives.
 
-    Raises:
-        InputError: when another training holds it, when it cannot be written, or when it holds a run already and
-            `resume` is False.
+    Raises InputError if another training holds it, if it cannot be written, and if it holds a run and is not resumed.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self._lock = locked_folder(path, "training", below="checkpoints")
+        self._lock = files.locked_folder(path, "training", below="checkpoints")
         if not resume and (path / "recipe.toml").exists():
             self._lock.close()
             raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")
@@ -64,6 +57,9 @@ class RunFolder:
         """Writes a small UTF-8 file whole or not at all."""
         self._write(name, lambda part: part.write_text(text, encoding="utf-8"))
 
+    def write_recipe(self, recipe: Recipe) -> None:
+        self.write("recipe.toml", _FORMAT + dumps(recipe))
+
     def write_weights(self, name: str, model: nn.Module) -> None:
         """Writes a model's weights as safetensors, whole or not at all."""
         self._write(name, lambda part: save_model(model, str(part)))
@@ -72,16 +68,16 @@ class RunFolder:
         file = self.path / name
 
         def note(part: Path) -> None:
-            old = self._digests.get(name) or [digest(file) if file.exists() else ""]
-            self._digests[name] = [*old, digest(part)]
+            old = self._digests.get(name) or [files.digest(file) if file.exists() else ""]
+            self._digests[name] = [*old, files.digest(part)]
             self._write_manifest()
 
-        write_atomically(file, write, note if name in _DECISIVE else None)
+        files.write_atomically(file, write, note if name in _DECISIVE else None)
         if name in _DECISIVE:
             self._digests[name] = self._digests[name][-1:]  # on disk with the next file, or at the end
 
     def _write_manifest(self) -> None:
-        write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
+        files.write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
 
 
 def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -92,6 +88,13 @@ def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     file = checked_file(folder, "recipe.toml")
     trust.search_import_folders(file)
     return load(file, settings)
+
+
+def resumed_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run to resume, with settings over it. Raises InputError as `load_recipe`, and as the check."""
+    recipe = load_recipe(folder, settings)
+    check_same_training(folder, recipe)
+    return recipe
 
 
 @contextmanager
@@ -125,7 +128,10 @@ def finished(folder: Path, recipe: Recipe) -> str:
 
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
-    """Raises InputError where a recipe is not the run's in more than a resumed run may change."""
+    """Raises InputError where a recipe is not the run's in more than a resumed run may change.
+
+    Also where a time of an older run was in epochs and would be a share of the training, unless the run is over.
+    """
     old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
@@ -133,28 +139,34 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
                 f"training; only {', '.join(CHANGEABLE)} may change"
             )
+    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith(_FORMAT):
+        return
+    for name, time in old.items():
+        if _TIMES.fullmatch(name) and time == new.get(name) and is_number(time) and 0 < time < 1:
+            advice = "train anew"
+            if name.startswith(CHANGEABLE):
+                share = time / (recipe.schedule.epochs or recipe.epochs)
+                advice = f"--resume {folder} --set {name}={share} goes on with the same time"
+            wrong = "an older version of kasoku wrote it as epochs, and below 1 it is now a share of the training"
+            raise InputError(f"{folder}: {name} = {time:g}: {wrong}: {advice}")
 
 
-def unused_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
-    """A folder for a command's output, not created yet: `out`, or a free one named after the recipe and `word`.
+def output_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
+    """Creates a folder for a command's output: `out`, or a free one named after the recipe and `word`.
 
-    Raises:
-        InputError: if it holds a run, or one of the files to be `written` is the recipe itself.
+    Raises InputError if it holds a run, if one of the files to be `written` is the recipe itself, or if it cannot be
+    created.
     """
     path = out or free_folder(f"{recipe.stem}-{word}")
     if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):
         raise InputError(f"{path}: holds a run, which would be lost: give another --out")
     if any((path / name).resolve() == recipe.resolve() for name in written):
         raise InputError(f"{path}: {recipe} lies there and would be written over: give another --out")
-    return path
-
-
-def create_folder(path: Path) -> None:
-    """Creates the folder for a command's output. Raises InputError if it cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror}: a folder is wanted") from error
+    return path
 
 
 def members_of(folder: Path) -> list[Path]:

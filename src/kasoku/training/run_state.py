@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from kasoku.config.recipe import Recipe, dumps
+from kasoku.config.recipe import Recipe
 from kasoku.core import Job
 from kasoku.core.files import read_json
 from kasoku.data import Dataset, Loader
@@ -47,7 +47,7 @@ class Training:
             run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
             more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
             run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
-        run.write("recipe.toml", dumps(self.recipe))
+        run.write_recipe(self.recipe)
         if shares and import_folders is not None:
             run.write(SHARES, json.dumps(shares) + "\n")
 
@@ -65,11 +65,7 @@ class Progress:
 
 
 class RunState:
-    """What the parts of a running training share.
-
-    Args:
-        training: what is trained.
-        run: the run folder, locked; None on all ranks but 0.
+    """What the parts of a running training share. `run`: the run folder, locked; None on all ranks but 0.
 
     Attributes: `position`: the loader's, after the last whole step; `last_checkpoint`: for messages; `target_reached`:
         so that the training ends.

@@ -74,8 +74,8 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
             raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
         weights = saved / "model.safetensors"
     load_weights(model, weights)
-    device = dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False)
-    device = dataclasses.replace(device, precision=precision) if precision else device
+    plain: dict[str, Any] = {"kind": "auto", "compile": False, "graphs": False}
+    device = dataclasses.replace(recipe.device, **plain, precision=precision or recipe.device.precision)
     here = place()
     chosen = choose(device, local_rank=here.local_rank, local_size=here.ranks_on_its_cores)
     job = Job(model.eval().to(chosen.device), recipe.optimizer, comm=Solo()).apply(*chosen.techniques)

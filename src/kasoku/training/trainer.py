@@ -1,13 +1,10 @@
-"""Build a training from a recipe, and fit it: the training loop.
+"""Build a training from a recipe, and fit it: the training loop."""
 
-Exit codes of the command follow from what `fit` does: it returns (0), raises InputError (2), raises DivergedError (3),
-or returns with `stopped` set by SIGINT or SIGTERM (75: resume it).
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -34,7 +31,7 @@ from kasoku.training.batches import AsyncSource, SyncSource
 from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics
-from kasoku.training.run_folder import RunFolder
+from kasoku.training.run_folder import RunFolder, run_folder
 from kasoku.training.run_state import NO_CHECKPOINT, Result, RunState, Training
 from kasoku.training.validation import Validation
 
@@ -48,12 +45,8 @@ class Trainer:
     Note: many ranks. All ranks average losses, evaluate, save and stop at the same sync point. Only rank 0 writes the
     run folder; an error there is raised on all ranks.
 
-    Args:
-        training: the result of `build`.
-        run: the run folder, locked; None on all ranks but 0.
-        started: when the process started, in seconds of the job's clock (`process_start()`).
-        resume: continue from the newest good checkpoint in the folder.
-        quiet: shows no progress bar and prints no lines.
+    `run`: the run folder, locked; None on all ranks but 0. `started`: when the process started, in seconds of the job's
+    clock (`process_start()`). `resume`: continue from the newest good checkpoint in the folder.
     """
 
     def __init__(
@@ -83,8 +76,7 @@ class Trainer:
     def steps(self, caught: Sequence[str]) -> Iterator[None]:
         """The training loop. It yields after each batch, so that several trainings can take turns. Collective.
 
-        Args:
-            caught: the list to which `signals` adds the signals of this process.
+        `caught`: the list to which `signals` adds the signals of this process.
         """
         job, source, metrics, self.caught = self.job, self.source, self.metrics, caught
         while not self.ended:
@@ -140,7 +132,7 @@ def fit(
 ) -> Result:
     """Trains to the end, the target, or a signal. Collective: all ranks stop after the same step; drains.
 
-    The arguments are those of Trainer. On several ranks the job's comm must also take CPU tensors (torch.distributed:
+    On several ranks the job's comm must also take CPU tensors (torch.distributed:
     gloo, on GPUs beside nccl).
 
     Raises:
@@ -162,6 +154,22 @@ def fit(
                     trainer.checkpointing.save()
                 failure.resumable = trainer.resumable
             raise failure  # noqa: B904 - has its cause
+
+
+def fit_in(
+    folder: Path,
+    training: Training,
+    begin: Callable[[RunFolder], object],
+    *,
+    started: float,
+    resume: bool = False,
+    quiet: bool = False,
+) -> Result:
+    """Locks the run folder; `begin` writes into it on rank 0; then as `fit`."""
+    comm = training.job.comm
+    with run_folder(comm, folder, resume=resume) as run:
+        run_on_all_ranks(comm, lambda: begin(run) if run else None)
+        return fit(training, run, started=started, resume=resume, quiet=quiet)
 
 
 def build(
@@ -202,16 +210,11 @@ def build(
         return recipes.network(recipe, len(data.classes), data.channels, data.image_size[0])
 
     def loaders(data: Dataset) -> tuple[Loader, Loader]:
-        common: dict[str, Any] = {
-            "device": device_setup.device,
-            "comm": comm,
-            "cores_shared_by": place().ranks_on_its_cores,
-        }
+        load = partial(loader, data, device=device_setup.device, comm=comm, cores_shared_by=place().ranks_on_its_cores)
         fill = recipe.last_batch == "fill"
-        train = train_loader or loader(data, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
+        train = train_loader or load("train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill)
         test_batch = recipe.evaluate.batch or recipe.batch // parts
-        test_batch += -test_batch % comm.size
-        return train, loader(data, "test", test_batch, **common)
+        return train, load("test", test_batch + -test_batch % comm.size)
 
     # the names of a task's parameters are the tasks whose results it takes
     start.add("digest", lambda data: data.index() if comm.size > 1 else {})

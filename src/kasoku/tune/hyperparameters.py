@@ -33,25 +33,15 @@ _FIGURES = ("top1", "best_top1", "epochs", "seconds", "time_to_target_s")  # of 
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """The settings of a search. Raises InputError for less than one trial or job.
+    """The settings of a search. Raises InputError for less than one trial or job."""
 
-    Args:
-        command: a training command with the options `--set path=value`, `--out DIR` and `--continue` of `kasoku train`.
-        space: the ranges of the settings, by path.
-        folder: the folder of the search.
-        trials: the number of trials, those of earlier parts of the search included.
-        jobs: the number of simultaneous trials.
-        about: the text of the recipe and of the space, which must not change when the search is continued.
-        environment: additional environment variables of a trial, by the number of its job (0 to jobs - 1).
-    """
-
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # of a training, with the options --set, --out and --continue of `kasoku train`
     space: Space
     folder: Path
-    trials: int
-    jobs: int = 1
-    about: str = ""
-    environment: Callable[[int], dict[str, str]] = field(default=lambda job: {})
+    trials: int  # those of earlier parts of the search included
+    jobs: int = 1  # simultaneous trials
+    about: str = ""  # the recipe and the space, which must not change when the search is continued
+    environment: Callable[[int], dict[str, str]] = field(default=lambda job: {})  # of a trial, by its job
 
     def __post_init__(self) -> None:
         if self.trials < 1 or self.jobs < 1:
@@ -60,21 +50,19 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial.
+    """The result of a trial that has ended."""
 
-    Args:
-        trial: its number, from 1 on.
-        how: "done", "pruned", "diverged", or "failed: " with the reason.
-        settings: path -> value as TOML.
-        result: figures of result.json: accuracies from 0 to 1, seconds, epochs.
-        folder: its run folder.
-    """
-
-    trial: int
-    how: str
-    settings: dict[str, str]
-    result: dict[str, float | None]
+    trial: int  # its number, from 1 on
+    how: str  # "done", "pruned", "diverged", or "failed: " with the reason
+    settings: dict[str, str]  # path -> value as TOML
+    result: dict[str, float | None]  # figures of result.json: accuracies from 0 to 1, seconds, epochs
     folder: str
+
+    @classmethod
+    def of(cls, trial: Any) -> "TrialResult":
+        """That of Optuna's trial."""
+        kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
+        return cls(trial.number + 1, **kept)
 
     @property
     def top1(self) -> float:
@@ -105,13 +93,9 @@ def search(
 ) -> list[TrialResult]:
     """Runs the remaining trials. Returns all that ended, the best first, and writes them to trials.csv in the folder.
 
-    Args:
-        plan: the search.
-        caught: signals that the caller has received: then running trials end with a checkpoint and can be continued.
-        say: called with a line when a trial begins and when it ends.
-
-    Raises:
-        InputError: without Optuna, for a folder in use or of another search, and if no trial can run.
+    Once `caught` has a signal, running trials end with a checkpoint and can be continued. `say` gets a line when one
+    begins and when it ends. Raises InputError without Optuna, for a folder in use or of another search, and if none can
+    run.
 
     Ref: Akiba et al. 2019 (arXiv 1907.10902); its sampler: Bergstra et al. 2011 (TPE). A trial is pruned if its best
     accuracy so far is below the median of finished trials at the same evaluation.
@@ -177,7 +161,7 @@ class _Trials:
                 del self.running[job]
                 self._finish(run)
                 self._write()
-                self.say(str(_result_of(run.trial)))
+                self.say(str(TrialResult.of(run.trial)))
             elif run.pruned_s:
                 if time.monotonic() - run.pruned_s > _GRACE_S:
                     run.process.kill()
@@ -204,13 +188,12 @@ class _Trials:
                 self._finish(run)
             else:
                 self._enqueue_again(self.study.trials[run.trial.number])
-        self.running.clear()
         self._write()
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
-        results = [_result_of(trial) for trial in self.study.get_trials(deepcopy=False) if "how" in trial.user_attrs]
-        return sorted(results, key=lambda run: (run.how != "done", -run.top1, run.trial))
+        ended = (trial for trial in self.study.get_trials(deepcopy=False) if "how" in trial.user_attrs)
+        return sorted(map(TrialResult.of, ended), key=lambda run: (run.how != "done", -run.top1, run.trial))
 
     def _report(self, run: _TrialProcess) -> bool:
         """Reports new evaluations to the study; returns whether there were any."""
@@ -261,12 +244,6 @@ class _Trials:
             values = [*map(run.result.get, _FIGURES), *map(run.settings.get, self.plan.space)]
             rows.writerow([run.trial, run.how, *values, run.folder])
         write_text(self.plan.folder / "trials.csv", text.getvalue())
-
-
-def _result_of(trial: Any) -> TrialResult:
-    """The result of a trial that has ended."""
-    kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
-    return TrialResult(trial.number + 1, **kept)
 
 
 def accuracies(metrics: str) -> list[float]:

@@ -24,28 +24,21 @@ _MIN_STEPS = 10
 
 @dataclass(frozen=True)
 class RateStep:
-    """One step of the test: the factor on all rates, its loss, and the loss smoothed over the steps so far."""
+    """One step of the test."""
 
-    factor: float
+    factor: float  # on all rates
     loss: float
-    smoothed: float
+    smoothed: float  # over the steps so far
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The result of a range test; factors multiply the rate of every parameter group.
-
-    Args:
-        samples: the steps in order.
-        diverged: the factor at which the loss diverged; None: it did not.
-        spent_s: seconds of the test.
-        in_time: False if the budget ended the test.
-    """
+    """The result of a range test; factors multiply the rate of every parameter group."""
 
     samples: tuple[RateStep, ...]
-    diverged: float | None
+    diverged: float | None  # the factor at which the loss diverged; None: it did not
     spent_s: float
-    in_time: bool
+    in_time: bool  # False if the budget ended the test
 
     @property
     def steepest(self) -> float | None:
@@ -88,12 +81,9 @@ def rates_of(recipe: Recipe) -> dict[str, float]:
     """The rates among the settings of the recipe's optimizer, by path: `lr`, and names that end in `_lr`."""
     optimizer = recipe.optimizer
     defaults = {name: p.default for name, p in parameters_of(resolve(optimizer.use, "optimizer.use")).items()}
-    settings = flat_settings(
-        {name: table(value) for name, value in {**defaults, **optimizer.keys}.items()}, "optimizer."
-    ).items()
-    return {
-        path: float(value) for path, value in settings if re.search(r"[._]lr$", path) and type(value) in (int, float)
-    }
+    settings = {name: table(value) for name, value in {**defaults, **optimizer.keys}.items()}
+    flat = flat_settings(settings, "optimizer.").items()
+    return {path: float(x) for path, x in flat if re.search(r"[._]lr$", path) and type(x) in (int, float)}
 
 
 def range_test(
@@ -112,17 +102,9 @@ def range_test(
     statistics; and Overlap keeps buckets that it planned during the test. All ranks get the same result. A rank that
     fails leaves its peers within a step, so call `try_alone` first.
 
-    Args:
-        job: the training; its loader can be iterated more than once.
-        low: the factor on all rates in the first step.
-        high: the factor in the last step.
-        steps: the number of steps.
-        budget_s: seconds after which the test ends.
-        rates: of each parameter group, at factor 1; the current ones by default.
-
-    Raises:
-        InputError: for an empty range, too few steps, rates that are 0 or not one for each group, and a loader without
-            a batch.
+    `low` and `high`: the factors on all rates in the first and in the last step. `rates`: those of the parameter groups
+    at factor 1, the current ones by default. Raises InputError for an empty range, too few steps, rates that are 0 or
+    not one for each group, and a loader without a batch.
 
     Costs: a copy of the state during the test.
     Ref: Smith 2015 (arXiv 1506.01186), 3.3. The loss has diverged when its smoothed value is above four times its least

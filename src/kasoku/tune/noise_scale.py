@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -34,9 +35,7 @@ class NoiseEstimate:
 def mean(noises: Sequence[NoiseEstimate | None]) -> NoiseEstimate | None:
     """The mean of the finite estimates; None if there is none."""
     finite = [n for n in noises if n and math.isfinite(n.signal + n.trace)]
-    if not finite:
-        return None
-    return NoiseEstimate(sum(n.signal for n in finite) / len(finite), sum(n.trace for n in finite) / len(finite))
+    return NoiseEstimate(fmean(n.signal for n in finite), fmean(n.trace for n in finite)) if finite else None
 
 
 def noise_of_parts(params: Sequence[Tensor], backwards: Iterable[int]) -> NoiseEstimate | None:
@@ -50,24 +49,24 @@ def noise_of_parts(params: Sequence[Tensor], backwards: Iterable[int]) -> NoiseE
     """
     sums: dict[Tensor, Tensor] = {}
     squared: list[Tensor] = []  # length of each part's gradient
-    sizes: list[int] = []
+    small = 0  # images of a part
     for images in backwards:
-        sizes.append(images)
-        lengths = []
-        for p in params:
-            if p.grad is None:
-                continue
-            grad = p.grad.detach()
-            lengths.append(grad.float().square().sum())
+        small = images
+        grads = {p: p.grad.detach() for p in params if p.grad is not None}
+        for p, grad in grads.items():
             sums[p] = sums[p].add_(grad) if p in sums else grad.clone()
             p.grad = None
-        if lengths:
-            squared.append(torch.stack(lengths).sum())
+        if grads:
+            squared.append(_squared_length(grads.values()))
     count = len(squared)
     if count < 2:
         return None
-    small, big = sizes[-1], sizes[-1] * count
+    big = small * count
     small_squared = torch.stack(squared).mean().item()
-    big_squared = torch.stack([s.float().square().sum() for s in sums.values()]).sum().item() / count**2
+    big_squared = _squared_length(sums.values()).item() / count**2
     signal = (big * big_squared - small * small_squared) / (big - small)
     return NoiseEstimate(signal, (small_squared - big_squared) / (1 / small - 1 / big))
+
+
+def _squared_length(grads: Iterable[Tensor]) -> Tensor:
+    return torch.stack([grad.float().square().sum() for grad in grads]).sum()

@@ -2,9 +2,8 @@
 
 Note: what is copied. Techniques attach closures to the model, and these refer to the job. So the model and the
 optimizer's state are copied without them (`Job.patches`), and the techniques are applied to the copy, except those that
-declare `in_sandbox = False`. The model's layout, weights and frozen parameters are copied with it. LowResolution and
-GrowBatch are left out, because the search is for images and batches of full size. The copy has no other ranks: no step
-waits for one, so a failing rank delays no other.
+declare `in_sandbox = False`. The model's layout, weights and frozen parameters are copied with it. The copy has no
+other ranks, so a failing rank delays no other.
 
 Note: micro-batches. Where VirtualRanks groups the images (`may_split`), a device can process its share in several parts
 with the same result. It does so for every share at least as large as one that did not fit in memory.

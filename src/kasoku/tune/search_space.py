@@ -1,13 +1,12 @@
 """The search space: settings of a recipe by path, each a range of numbers or a list of choices."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.toml import parse, read
+from kasoku.config.toml import inline, parse, read
 from kasoku.core import InputError
 
 
@@ -32,7 +31,7 @@ class Between:
     def __post_init__(self) -> None:
         numbers = [x for x in (self.low, self.high, self.step) if x is not None]
         if any(type(x) not in (int, float) or not math.isfinite(x) for x in numbers):
-            raise InputError(f"low, high and step are finite numbers, these are {', '.join(map(toml, numbers))}")
+            raise InputError(f"low, high and step are finite numbers, these are {', '.join(map(inline, numbers))}")
         if not self.low < self.high:
             raise InputError(f"low={self.low}, high={self.high}: an empty range; low must lie below high")
         if self.log and (self.low <= 0 or self.step is not None):
@@ -43,13 +42,13 @@ class Between:
     def proposed(self, trial: Any, path: str) -> str:
         """The value proposed by Optuna's trial, as TOML."""
         if all(type(x) is int for x in (self.low, self.high, self.step or 1)):
-            return toml(trial.suggest_int(path, self.low, self.high, step=self.step or 1, log=self.log))
-        return toml(trial.suggest_float(path, self.low, self.high, step=self.step, log=self.log))
+            return inline(trial.suggest_int(path, self.low, self.high, step=self.step or 1, log=self.log))
+        return inline(trial.suggest_float(path, self.low, self.high, step=self.step, log=self.log))
 
     @property
     def examples(self) -> tuple[str, ...]:
         """Some of its values, as TOML."""
-        return toml(self.low), toml(self.high)
+        return inline(self.low), inline(self.high)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class OneOf:
 
     @property
     def examples(self) -> tuple[str, ...]:
-        return tuple(map(toml, self.choices))
+        return tuple(map(inline, self.choices))
 
 
 Space = Mapping[str, Between | OneOf]
@@ -78,7 +77,7 @@ def read_space(path: Path) -> Space:
 
     Raises InputError, with the path, for a file that cannot be read and for a table that is not a range.
     """
-    document = read(path, wanted="a space file")
+    document = read(path, wanted="a space file is wanted")
     try:
         space = dict(_flat(document, ""))
     except InputError as error:
@@ -92,21 +91,10 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Between 
     for key, value in table.items():
         path = f"{prefix}.{key}" if prefix else key
         if not isinstance(value, dict):
-            raise InputError(f"{path} = {toml(value)}: {{low = ..., high = ...}} or {{choices = [...]}} is wanted")
+            raise InputError(f"{path} = {inline(value)}: {{low = ..., high = ...}} or {{choices = [...]}} is wanted")
         if "choices" in value:
             yield path, parse(OneOf, value, path)
         elif {"low", "high"} & value.keys():
             yield path, parse(Between, value, path)
         else:
             yield from _flat(value, path)
-
-
-def toml(value: Any) -> str:
-    """A value as TOML, in one line."""
-    if isinstance(value, bool | str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(toml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{toml(str(key))} = {toml(item)}' for key, item in value.items())}}}"
-    return str(value)
