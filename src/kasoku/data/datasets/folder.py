@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,10 @@ import torch
 
 from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files
-from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, below, indexed, look_in, once
+from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, once
 from kasoku.data.decode.decode import SUFFIXES, is_image
 from kasoku.data.decode.native import max_pixels
-from kasoku.data.remote.store import Store
+from kasoku.data.remote.store import Store, below
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -61,15 +60,14 @@ def folder(  # noqa: PLR0913
     """Image folder: JPEG, PNG, WebP or BMP files in one folder for each class, with or without train/ and val/.
 
     root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Hidden
-    files and other types are left out. An address is listed at each start. Bad images are skipped and named.
+    files and other types are left out. Bad images are skipped and named.
 
     Args:
         root: the folder, or an address (s3://bucket/photos); it may name environment variables.
         size: side in pixels of the square that an image is decoded to, at least 1.
         validation: the share of each class to hold out where there is no validation part, above 0 and below 1.
         seed: any number; chooses the images to hold out, with their names alone.
-        cache: the folder for the list of files, of which only changed folders are listed again, and for files read from
-            an address; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
+        cache: the folder for files read from an address; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
         cache_bytes: the most that the cache keeps of an address, 0 or more.
         max_bad_fraction: training stops at more than one bad image, if they exceed this share, from 0 to 1.
 
@@ -78,19 +76,19 @@ def folder(  # noqa: PLR0913
     check_settings(root, size, validation)
     store = Store(root, cache=cache, cache_bytes=cache_bytes)
     top = store.shown
-    split: Callable[..., Files]
-    if store.local:
-        listing = once(root, lambda: (indexed(Path(top), cache), []), partial(_check_here, top))
-        prefix, split = f"{top}/", Files
-    else:
 
-        def scan() -> Listing:
-            """Lists the folder, with size and version of each image where the source lists them (http does not)."""
-            parts = arranged(look_in(store.list_files()), top)
-            return parts, store.facts(_paths_in_store(parts))
+    def scan() -> Listing:
+        """Lists the folder, with size and version of each image where a remote source lists them (http does not)."""
+        parts = arranged(store.look, top)
+        return parts, store.facts(_paths_in_store(parts))
 
-        listing = once(top, scan, lambda got: store.learn(_paths_in_store(got[0]), got[1]))
-        prefix, split = "", partial(FarFiles, store=store)
+    def take(listing: Listing) -> None:
+        if store.local:
+            _check_here(top, listing)
+        store.learn(_paths_in_store(listing[0]), listing[1])
+
+    listing = once(root, scan, take)
+    prefix, split = (f"{top}/", Files) if store.local else ("", partial(FarFiles, store=store))
     parts = _train_and_test(listing[0], top, validation, seed)
     classes, splits = sorted(parts[0][1]), []
     for part, tree in parts:

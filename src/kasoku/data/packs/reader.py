@@ -92,7 +92,7 @@ class Shards:
         """The error of an image whose checksum is another one."""
         fault, advice = "are cut off or have changed", "bring that file back"
         if not self.store.local:
-            cache = f"the cache {self.store.room.folder} keeps none of them"
+            cache = f"the cache {self.store.pieces.folder} keeps none of them"
             fault, advice = f"are not those that were packed, after {TRIES} tries; {cache}", "upload that file again"
         where = f"{self.names[index]}: its bytes in {self.files[self.place_N5[index, 0]]}"
         return InputError(f"{where} {fault}: {advice} (`kasoku pack --verify` finds all such images)")
@@ -318,5 +318,6 @@ def _indexed(store: Store, file: str, cache: str) -> Index:
     except (OSError, Damaged):
         index = walk(store, file)
         if not index.damaged:
-            keep(kept, index.dump())
+            with suppress(OSError):  # the cache only saves time
+                keep(kept, index.dump())
         return index

@@ -15,26 +15,33 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, one_line, say
 from kasoku.core.files import open_regular, scan
-from kasoku.data.datasets.base import GoneError, warn_left_out
-from kasoku.data.remote.cache import Copy, Room, cache_folder
+from kasoku.data.datasets.base import GoneError
+from kasoku.data.decode.decode import SUFFIXES
+from kasoku.data.remote.cache import Pieces, cache_folder
 
 _REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line must not look like a stall
 _PATIENCE_S = 60.0  # a request is repeated for so long if the source does not answer
 TRIES = 4  # to read bytes that are intact
 _REQUEST_S = 20.0  # a longer request is cancelled and sent again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0  # between tries; each wait is twice the one before
-_OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
-_LISTING, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
+_OPEN = 128  # local files that stay open
+AT_ONCE, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
 
 T = TypeVar("T")
+Names = tuple[list[str], list[str]]  # of the folders and of the files in a folder, both sorted
 
 
 def is_remote(root: str) -> bool:
     """Whether a root is an address ("s3://bucket/folder") and not a folder of this machine."""
     return "://" in root and not root.startswith("file://")
+
+
+def below(folder: str, name: str) -> str:
+    """The path of what has this name in a folder; the other one where one of the two is empty."""
+    return f"{folder}/{name}" if folder and name else folder or name
 
 
 class Store:
@@ -58,7 +65,6 @@ class Store:
         self._open: dict[str, int] = {}  # local files; not closed while another thread may be reading, as at exit
         weakref.finalize(self, _close_all, self._open).atexit = False
         self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
-        self._copies: dict[str, Copy] = {}
         self._far = None if self.local else _Far(where)
         if self._far is None:
             self.shown = os.path.realpath(os.path.expanduser(where.removeprefix("file://")))
@@ -66,30 +72,39 @@ class Store:
                 raise InputError(f"root={root}: no such folder; give a folder, or an address such as s3://bucket/set")
             return
         self.shown = self._far.shown
-        self._cached = cache_bytes > 0
         digest = hashlib.sha256(os.fsencode(where.rstrip("/"))).hexdigest()[:20]
-        self.room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self.shown)
+        self.pieces = Pieces(cache_folder(cache) / f"pieces-{digest}", cache_bytes, self.shown)
+
+    def look(self, folder: str) -> Names:
+        """The folders and the files in a folder below the root ("" for the root), sorted, without hidden ones."""
+        if self._far:
+            folders, infos = self._far.look(folder)
+            self._states |= {path: _state(info) for path, info in infos.items() if info.get("size") is not None}
+            return folders, sorted(path.rpartition("/")[2] for path in infos)
+        path = below(self.shown, folder)
+        try:
+            folders, files, others = scan(path)
+        except OSError as error:
+            _refuse(error)
+        others = [name for name in others if name.lower().endswith((".tar", *SUFFIXES))]
+        for name in others[:3]:
+            say(one_line(f"{path}/{name}: not a regular file; left out"))
+        if len(others) > 3:
+            say(one_line(f"{path}: {len(others) - 3} more are left out"))
+        return folders, files
 
     def list_files(self) -> list[str]:
         """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
-        if self._far:
-            entries = self._far.list_files()
-            self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
-            return sorted(entries)
-        files, folders, seen = list[str](), [""], set[tuple[int, int]]()
-        while folders:
-            folder = folders.pop()
-            try:
-                state = os.stat(f"{self.shown}/{folder}")
-                if (state.st_dev, state.st_ino) in seen:  # a link to a folder that was listed
-                    continue
-                seen.add((state.st_dev, state.st_ino))
-                below, names, others, _ = scan(f"{self.shown}/{folder}")
-            except OSError as error:
-                _refuse(error)
-            folders += [f"{folder}{name}/" for name in below]
-            files += [f"{folder}{name}" for name in names]
-            warn_left_out(f"{self.shown}/{folder}"[:-1], [name for name in others if name.lower().endswith(".tar")])
+        files, folders, seen = list[str](), [""], {self.shown}
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kasoku-list") as pool:
+            while folders:
+                listed = list(zip(folders, pool.map(self.look, folders), strict=True))
+                files += [below(folder, name) for folder, (_, names) in listed for name in names]
+                folders = [below(folder, name) for folder, (names, _) in listed for name in names]
+                if self.local:  # links may lead to a folder that was listed
+                    places = {os.path.realpath(f"{self.shown}/{folder}"): folder for folder in reversed(folders)}
+                    folders = [folder for place, folder in places.items() if place not in seen]
+                    seen |= places.keys()
         return sorted(files)
 
     def size(self, path: str) -> int:
@@ -126,16 +141,16 @@ class Store:
         return b"".join(parts)
 
     def _read_far(self, far: _Far, path: str, start: int, stop: int | None, intact: Callable[[bytes], bool]) -> bytes:
-        size, copy = self.size(path), self._copy(path)
-        stop = size if stop is None else min(stop, size)
+        size, version = self._known(path)
+        file, stop = f"{size} {version} {path}", size if stop is None else min(stop, size)
         for attempt in range(TRIES):
             if attempt:  # the cache may hold the bad bytes, and a proxy may soon answer again
                 time.sleep(_FIRST_WAIT_S * 2 ** (attempt - 1))
             at, parts, fetched = start, [], []
             while at < stop:
-                part, gap_end = copy.read(at, stop) if self._cached and not attempt else (b"", stop)
+                part = b"" if attempt else self.pieces.read(file, at, stop)
                 if not part:
-                    first, data = far.read(path, at, min(gap_end, at + _REQUEST_BYTES), size)
+                    first, data = far.read(path, at, min(stop, at + _REQUEST_BYTES), size)
                     fetched.append((first, data))
                     part = data[at - first : stop - first]
                 parts.append(part)
@@ -143,20 +158,9 @@ class Store:
             whole = b"".join(parts)
             if intact(whole):
                 for first, data in fetched:
-                    copy.keep(first, data)
+                    self.pieces.keep(file, first, data)
                 break
         return whole
-
-    def _copy(self, path: str) -> Copy:
-        """The pieces of a remote file in the cache."""
-        copy = self._copies.get(path)
-        if copy is None:
-            size, version = self._known(path)
-            digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
-            copy = Copy(self.room.folder / digest[:2] / digest[2:24], size, self.room)
-            if len(self._copies) < _COPIES:
-                copy = self._copies.setdefault(path, copy)  # another thread may have been faster
-        return copy
 
     def _known(self, path: str) -> tuple[int, str]:
         """Size and version of a file; a remote source is asked once."""
@@ -204,26 +208,20 @@ class _Far:
         self._top = str(top).rstrip("/")
         self._gave_up_s = 0.0  # when a request last gave up; older requests then give up at their next failure
 
-    def list_files(self) -> dict[str, dict[str, Any]]:
-        """The info of each file by its path. fsspec's find() would skip folders that it cannot list."""
-
-        def list_folder(folder: str) -> Any:
-            limit_s, where = _PATIENCE_S, folder[len(self._top) + 1 :]  # a large folder takes many requests
-            return self._ask(where, lambda _: self._request(limit_s, "ls", folder or "/", detail=True))
-
-        files, folders, seen = {}, [self._top], {self._top}
-        with ThreadPoolExecutor(_LISTING, thread_name_prefix="kasoku-list") as pool:
-            while folders:
-                below: dict[str, None] = {}
-                for info in (info for entries in pool.map(list_folder, folders) for info in entries):
-                    name, path = str(info["name"]), self._path(str(info["name"]))
-                    if path and (info.get("type") == "directory" or name.endswith("/")):
-                        below[name.rstrip("/")] = None
-                    elif path:
-                        files[path] = info
-                folders = [name for name in below if name not in seen]
-                seen.update(folders)
-        return files
+    def look(self, folder: str) -> tuple[list[str], dict[str, dict[str, Any]]]:
+        """The names of the folders in a folder, sorted, and the info of each file in it by its path."""
+        address, limit_s = self._address(folder).rstrip("/") or "/", _PATIENCE_S  # a large folder takes many requests
+        folders, files = set[str](), dict[str, dict[str, Any]]()
+        for info in self._ask(folder, lambda _: self._request(limit_s, "ls", address, detail=True)):
+            name, path = str(info["name"]), self._path(str(info["name"]))
+            parent, _, last = path.rpartition("/")
+            if not path or parent != folder:
+                continue
+            if info.get("type") == "directory" or name.endswith("/"):
+                folders.add(last)
+            else:
+                files[path] = info
+        return sorted(folders), files
 
     def info(self, path: str) -> dict[str, Any]:
         """The info of a file. Raises InputError if it has no size."""
