@@ -2,9 +2,15 @@
 
 import errno
 import hashlib
+import multiprocessing
 import os
+import pickle
+import signal
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kasoku.core import InputError, described, one_line, say
+from kasoku.core import InputError, described
 from kasoku.core.files import open_regular
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import upright
@@ -21,6 +27,8 @@ from kasoku.data.loading.shuffle import order
 _PATIENCE_S = 60.0  # for retries while a disk, such as a network disk, does not answer
 _OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _OF_THE_FILE |= {errno.EINVAL, errno.ENXIO}  # pipes, devices, sockets
+_STARTING = threading.Lock()
+_DATASET: list[Any] = []  # of a process that reads items
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +103,8 @@ class Items:
     Args:
         dataset: anything with len() and items.
         labels_N: the labels; else `dataset.targets` or `dataset.labels`; else every item is read once.
-        processes: number of processes that read and decode, each with a copy of the data set; 0: threads, as for files.
-            Use processes if the data set's own code is slow and holds the GIL.
+        processes: number of processes that read items, each with a copy of the data set; 0: threads, as for files.
+            Use processes if the data set's own code is slow and holds the GIL. They end with this object.
     """
 
     def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None, *, processes: int = 0):
@@ -110,6 +118,10 @@ class Items:
         if self.labels_N.shape != (len(dataset),):
             raise InputError(f"labels of shape {tuple(self.labels_N.shape)} for {len(dataset)} items: one for each")
         self.dataset, self.processes = dataset, processes
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_pool": None}
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -119,27 +131,53 @@ class Items:
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The image of an item. Raises InputError with its number for anything but an image."""
+        if not self.processes:
+            return _image_of(self.dataset, index)
+        with _STARTING:
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+                self._pool = ProcessPoolExecutor(self.processes, context, _start_process, (self.dataset,))
         try:
-            image = self.dataset[index][0]
-            if isinstance(image, str | os.PathLike):
-                return Path(image).read_bytes()
-            if isinstance(image, torch.Tensor):
-                image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
-            elif hasattr(image, "convert"):
-                image = upright(image)
-        except Exception as error:  # the user's own code
-            raise InputError(f"item {index}: {described(error)}; mend or leave it out") from error
-        if isinstance(image, bytes):
-            return image
-        if isinstance(image, np.ndarray):
-            grey = image.ndim == 2 or image.shape[2:] == (1,)
-            if image.dtype == np.uint8 and image.size and (grey or image.shape[2:] == (3,)):
-                return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
-            got = f"an array of {image.dtype}, shape {image.shape}"
-        else:
-            got = f"a {type(image).__name__}"
-        wanted = "the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, or a Pillow image"
-        raise InputError(f"item {index}: {got}: {wanted}")
+            return self._pool.submit(_read_in_process, index).result()
+        except (BrokenProcessPool, pickle.PicklingError) as error:
+            wanted = 'it must be picklable, fit in memory, and be made in a script below `if __name__ == "__main__":`'
+            raise GoneError(f"processes: one that reads the data set ended ({error}); {wanted}") from error
+
+
+def _start_process(dataset: Any) -> None:
+    """Runs first in a process that reads items."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the training ends its step and saves
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    _DATASET[:] = [dataset]
+
+
+def _read_in_process(index: int) -> bytes | np.ndarray:
+    return _image_of(_DATASET[0], index)
+
+
+def _image_of(dataset: Any, index: int) -> bytes | np.ndarray:
+    try:
+        image = dataset[index][0]
+        if isinstance(image, str | os.PathLike):
+            return Path(image).read_bytes()
+        if isinstance(image, torch.Tensor):
+            image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
+        elif hasattr(image, "convert"):
+            image = upright(image)
+    except Exception as error:  # the user's own code
+        raise InputError(f"item {index}: {described(error)}; mend or leave it out") from error
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, np.ndarray):
+        grey = image.ndim == 2 or image.shape[2:] == (1,)
+        if image.dtype == np.uint8 and image.size and (grey or image.shape[2:] == (3,)):
+            return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
+        got = f"an array of {image.dtype}, shape {image.shape}"
+    else:
+        got = f"a {type(image).__name__}"
+    wanted = "the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, or a Pillow image"
+    raise InputError(f"item {index}: {got}: {wanted}")
 
 
 Split = Memory | Encoded
@@ -259,10 +297,3 @@ def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
         first = int(wrong_N[0])
         got = f"image {first} has label {int(labels_N[first])}, allowed are 0 to {classes - 1}"
         raise InputError(f"{where}: {got}; the file is damaged or of another data set")
-
-
-def warn_left_out(folder: str, names: list[str]) -> None:
-    """Prints that these entries are left out: the first three by name, then how many more."""
-    lines = [f"{folder}/{name}: not a regular file; left out" for name in names[:3]]
-    for line in lines + [f"{folder}: {len(names) - 3} more are left out"] * (len(names) > 3):
-        say(one_line(line))
