@@ -19,7 +19,7 @@ from PIL import Image
 from helpers.ranks import context
 from helpers.web import serving, web
 from kasoku.core import InputError
-from kasoku.data.datasets.base import GoneError
+from kasoku.data import GoneError
 from kasoku.data.packs import tar_index as tar
 from kasoku.data.packs.reader import planes, shards
 from kasoku.data.remote import store as store_module

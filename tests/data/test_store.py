@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.web import made, serving, web
 from kasoku.core import InputError
-from kasoku.data import GoneError
+from kasoku.data import Files, GoneError
 from kasoku.data.remote import store
 from kasoku.data.remote.store import Store, is_remote
 
@@ -68,8 +69,6 @@ def test_far_files_are_listed_and_read_as_local_ones_are(site, tmp_path):
         assert here.size(path) == far.size(path) == len(data)
         for start, stop in [(0, None), (0, 10), (7, 7), (100, 900), (990, 10**6), (10**6, 10**6 + 1), (5, None)]:
             assert here.read(path, start, stop) == far.read(path, start, stop) == data[start:stop], (path, start, stop)
-    for each in (here, file, far):
-        each.close()
 
 
 @web
@@ -528,6 +527,26 @@ def test_local_files_stay_open_up_to_a_bound_and_missing_ones_are_named(tmp_path
     for ask in (here.read, here.size):
         with pytest.raises(InputError, match=r"/none: cannot be read \(No such file or directory\)"):
             ask("none")
+
+
+def test_a_disk_that_fails_for_a_while_is_read_again(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("abc")
+    here, real, errors = Store(str(tmp_path)), os.pread, [errno.ESTALE, errno.EIO]
+
+    def pread(*given):
+        if errors:
+            raise OSError(errors[0], "Stale file handle")
+        return real(*given)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(time, "sleep", lambda _: errors.pop(0))
+    assert here.read("a", 1, 3) == b"bc"
+    errors.append(errno.EIO)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(store, "_PATIENCE_S", 0.1)
+    for split_read in (lambda: here.read("a"), lambda: Files((str(tmp_path / "a"),), torch.zeros(1)).read(0)):
+        with pytest.raises(GoneError, match=r"/a: no answer for 0\.1 s \(Stale file handle\)"):
+            split_read()
 
 
 def test_nothing_is_kept_of_local_files(tmp_path):

@@ -1,13 +1,11 @@
 """Types of data sets, in memory or as files, and the digits that come with the package."""
 
-import errno
 import hashlib
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,14 +17,11 @@ import numpy as np
 import torch
 
 from kasoku.core import InputError, described
-from kasoku.core.files import open_regular
 from kasoku.data.decode import native
-from kasoku.data.decode.decode import upright
+from kasoku.data.decode.decode import is_image, upright
 from kasoku.data.loading.shuffle import order
+from kasoku.data.remote.store import HERE, GoneError, Store
 
-_PATIENCE_S = 60.0  # for retries while a disk, such as a network disk, does not answer
-_OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-_OF_THE_FILE |= {errno.EINVAL, errno.ENXIO}  # pipes, devices, sockets
 _STARTING = threading.Lock()
 _DATASET: list[Any] = []  # of a process that reads items
 
@@ -60,35 +55,20 @@ class Encoded(Protocol):
         ...
 
 
-class GoneError(InputError):
-    """A source no longer answers. No single image is at fault, so none is skipped."""
-
-    gone = True
-
-
 @dataclass(frozen=True, eq=False)
 class Files:
-    """One split as image files, decoded when needed: absolute paths; labels_N int64."""
+    """One split as image files, decoded when needed: paths below the root of a store, or absolute; labels_N int64."""
 
     paths: tuple[str, ...]
     labels_N: torch.Tensor  # noqa: N815
+    store: Store = HERE
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def read(self, index: int) -> bytes:
-        """The bytes of a file. Raises InputError if it cannot be read, GoneError if the disk is at fault."""
-        path, until = self.paths[index], time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                with open(open_regular(path), "rb", buffering=0) as file:
-                    return file.read()
-            except OSError as error:
-                if error.errno in _OF_THE_FILE:
-                    raise InputError(f"{path}: cannot be read ({error.strerror}); mend or remove the file") from error
-                if time.monotonic() > until:
-                    raise GoneError(f"{path}: no answer for {_PATIENCE_S:g} s ({error.strerror})") from error
-            time.sleep(0.5)
+        """The bytes of a file. Raises InputError if it cannot be read, GoneError if its disk or server is at fault."""
+        return self.store.read(self.paths[index], intact=is_image)
 
     def name(self, index: int) -> str:
         """Class and file name, since the folder may have another path on another host."""
@@ -260,14 +240,10 @@ def digits(seed: int = 0) -> Dataset:
 def in_memory(name: str, classes: Sequence[str], train: Memory, test: Memory) -> Dataset:
     """Data set of two splits in memory; measures mean and standard deviation of the training images exactly."""
     height, width, channels = train.images_NHWC.shape[1:]
-    sums_2C = np.zeros((2, channels))
-    for part in torch.split(train.images_NHWC, 256):  # 256 squares of at most 255 are exact in float32
-        value_NP = part.reshape(len(part), -1).numpy().astype(np.float32)
-        sums_2C[0] += value_NP.sum(0).reshape(-1, channels).sum(0, np.float64)
-        sums_2C[1] += np.square(value_NP, out=value_NP).sum(0).reshape(-1, channels).sum(0, np.float64)
-    count = len(train) * height * width
-    mean_C = sums_2C[0] / count
-    std_C = np.sqrt(np.maximum(sums_2C[1] / count - mean_C**2, 0))
+    counts_CV = torch.stack([torch.bincount(plane.flatten(), minlength=256) for plane in train.images_NHWC.unbind(-1)])
+    count, value_V = len(train) * height * width, np.arange(256)
+    mean_C, squares_C = (counts_CV.numpy() @ values_V / count for values_V in (value_V, value_V**2))
+    std_C = np.sqrt(np.maximum(squares_C - mean_C**2, 0))
     std_C[std_C == 0] = 255.0  # a constant channel is not scaled up
     mean, std = tuple((mean_C / 255).tolist()), tuple((std_C / 255).tolist())
     return Dataset(name, tuple(classes), train, test, channels, (height, width), mean, std)

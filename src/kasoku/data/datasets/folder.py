@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,24 +9,13 @@ import torch
 from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files
 from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, once
-from kasoku.data.decode.decode import SUFFIXES, is_image
+from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
 from kasoku.data.remote.store import Store, below
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _LOOKED_FOR = 8  # files of each part that a rank checks on its host, since rank 0 listed them
-
-
-@dataclass(frozen=True, eq=False)
-class FarFiles(Files):
-    """One split as image files of a store, read when needed: paths below its root; labels_N int64."""
-
-    store: Store
-
-    def read(self, index: int) -> bytes:
-        """The bytes of a file. Raises InputError with its path where it cannot be read."""
-        return self.store.read(self.paths[index], intact=is_image)
 
 
 def imagenet(root: str, size: int = 224) -> Dataset:
@@ -88,14 +75,14 @@ def folder(  # noqa: PLR0913
         store.learn(_paths_in_store(listing[0]), listing[1])
 
     listing = once(root, scan, take)
-    prefix, split = (f"{top}/", Files) if store.local else ("", partial(FarFiles, store=store))
+    prefix = f"{top}/" if store.local else ""
     parts = _train_and_test(listing[0], top, validation, seed)
     classes, splits = sorted(parts[0][1]), []
     for part, tree in parts:
         part_home = prefix + (f"{part}/" if part else "")
         paths = tuple(f"{part_home}{kind}/{file}" for kind in classes for file in tree.get(kind, ()))
         counts_K = torch.tensor([len(tree.get(kind, ())) for kind in classes])
-        splits.append(split(paths, torch.repeat_interleave(torch.arange(len(classes)), counts_K)))
+        splits.append(Files(paths, torch.repeat_interleave(torch.arange(len(classes)), counts_K), store))
     name, mean, std = top.rpartition("/")[2], IMAGENET_MEAN, IMAGENET_STD
     return Dataset(name, tuple(classes), splits[0], splits[1], 3, (size, size), mean, std, max_bad_fraction)
 

@@ -18,12 +18,13 @@ import torch
 from kasoku.core import InputError, Trace
 from kasoku.core.hardware import cores
 from kasoku.data.augment.randaugment import grey
-from kasoku.data.datasets.base import Encoded, GoneError, Items
+from kasoku.data.datasets.base import Encoded, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
 from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, ThreadPool, decode_chunk
+from kasoku.data.remote.store import GoneError
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time

@@ -16,10 +16,10 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from kasoku.core.errors import InputError
-from kasoku.data.datasets.base import GoneError
 from kasoku.data.decode.decode import crop
 from kasoku.data.decode.nvjpeg import Jpegs
 from kasoku.data.loading.pipeline import Crop
+from kasoku.data.remote.store import GoneError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError, one_line, say, summary
-from kasoku.data.datasets.base import Dataset, GoneError
+from kasoku.data.datasets.base import Dataset
 from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, held_out
 from kasoku.data.decode.decode import is_image
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
 from kasoku.data.remote.cache import cache_folder, keep
-from kasoku.data.remote.store import TRIES, Store
+from kasoku.data.remote.store import TRIES, GoneError, Store
 
 _SHARD = re.compile(r"(train|val)-\d{5,}\.tar")
 _PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import importlib
 import os
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
 from kasoku.core.errors import InputError, one_line, say
 from kasoku.core.files import open_regular, scan
-from kasoku.data.datasets.base import GoneError
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.cache import Pieces, cache_folder
 
 _REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line must not look like a stall
-_PATIENCE_S = 60.0  # a request is repeated for so long if the source does not answer
+_PATIENCE_S = 60.0  # a read is repeated for so long if the source does not answer
 TRIES = 4  # to read bytes that are intact
 _REQUEST_S = 20.0  # a longer request is cancelled and sent again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0  # between tries; each wait is twice the one before
@@ -30,8 +30,16 @@ _OPEN = 128  # local files that stay open
 AT_ONCE, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
 
+_OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_OF_THE_FILE |= {errno.EINVAL, errno.ENXIO}  # pipes, devices, sockets
 T = TypeVar("T")
 Names = tuple[list[str], list[str]]  # of the folders and of the files in a folder, both sorted
+
+
+class GoneError(InputError):
+    """A source no longer answers. No single image is at fault, so none is skipped."""
+
+    gone = True
 
 
 def is_remote(root: str) -> bool:
@@ -57,13 +65,13 @@ class Store:
     Errors: InputError for a missing file, folder or package; GoneError for a source that refuses or does not answer.
     """
 
-    def __init__(self, root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> None:
+    def __init__(self, root: str, cache: str = "", cache_bytes: int = 64 * 2**30) -> None:
         if cache_bytes < 0:
             raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
         where = os.path.expandvars(root)
         self.local = not is_remote(where)
-        self._open: dict[str, int] = {}  # local files; not closed while another thread may be reading, as at exit
-        weakref.finalize(self, _close_all, self._open).atexit = False
+        self._arguments = root, cache, cache_bytes
+        self._opened = lru_cache(_OPEN)(_Opened)  # opening a file on a network disk takes as long as a read
         self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
         self._far = None if self.local else _Far(where)
         if self._far is None:
@@ -74,6 +82,9 @@ class Store:
         self.shown = self._far.shown
         digest = hashlib.sha256(os.fsencode(where.rstrip("/"))).hexdigest()[:20]
         self.pieces = Pieces(cache_folder(cache) / f"pieces-{digest}", cache_bytes, self.shown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, self._arguments
 
     def look(self, folder: str) -> Names:
         """The folders and the files in a folder below the root ("" for the root), sorted, without hidden ones."""
@@ -124,21 +135,23 @@ class Store:
         """
         if self._far:
             return self._read_far(self._far, path, start, stop, intact)
-        parts, kept = [], self._open.get(path)
-        try:
-            file = open_regular(f"{self.shown}/{path}") if kept is None else kept
+        where, until = os.path.join(self.shown, path), time.monotonic() + _PATIENCE_S
+        while True:
             try:
-                stop = os.fstat(file).st_size if stop is None else stop
-                while start < stop and (part := os.pread(file, min(stop - start, 2**30), start)):
+                file = _Opened(where) if stop is None else self._opened(where)
+                end, at, parts = os.fstat(file.number).st_size if stop is None else stop, start, []
+                while at < end and (part := os.pread(file.number, min(end - at, 2**30), at)):
                     parts.append(part)
-                    start += len(part)
-            finally:  # the first files stay open: opening one on a network disk takes as long as a read
-                if kept is None and (len(self._open) >= _OPEN or self._open.setdefault(path, file) != file):
-                    os.close(file)
-        except OSError as error:
-            error.filename = f"{self.shown}/{path}"
-            _refuse(error)
-        return b"".join(parts)
+                    at += len(part)
+                return b"".join(parts)
+            except OSError as error:
+                error.filename = where
+                if error.errno in _OF_THE_FILE:
+                    _refuse(error)
+                if time.monotonic() > until:
+                    raise GoneError(f"{where}: no answer for {_PATIENCE_S:g} s ({error.strerror})") from error
+            self.close()
+            time.sleep(_FIRST_WAIT_S)
 
     def _read_far(self, far: _Far, path: str, start: int, stop: int | None, intact: Callable[[bytes], bool]) -> bytes:
         size, version = self._known(path)
@@ -184,8 +197,19 @@ class Store:
         self._states.update((path, (int(fact[0]), str(fact[1]))) for path, fact in pairs if fact)
 
     def close(self) -> None:
-        """Closes the local files that stayed open; no thread may be reading."""
-        _close_all(self._open)
+        """Closes local files that stayed open, as soon as no thread reads them."""
+        self._opened.cache_clear()
+
+
+class _Opened:
+    """A regular file that is open until nobody refers to it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.number = open_regular(path)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
 
 
 class _Far:
@@ -299,11 +323,6 @@ class _Far:
             answer.cancel()  # if it hangs, closes its connection
 
 
-def _close_all(files: dict[str, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])
-
-
 def _refuse(error: OSError) -> NoReturn:
     raise InputError(f"{error.filename}: cannot be read ({error.strerror}); mend or remove it") from error
 
@@ -316,3 +335,6 @@ def _state(info: dict[str, Any]) -> tuple[int, str]:
 
 def _plain(text: object) -> str:  # its first line, without a password
     return re.sub(r"(?<!abfs:)(?<!abfss:)//[^/@\s]*@", "//", str(text).strip().partition("\n")[0])
+
+
+HERE = Store(os.sep)  # files of this machine, by absolute paths
