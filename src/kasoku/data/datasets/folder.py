@@ -64,21 +64,16 @@ def folder(  # noqa: PLR0913
     store = Store(root, cache=cache, cache_bytes=cache_bytes)
     top = store.shown
 
-    def scan() -> Listing:
-        """Lists the folder, with size and version of each image where a remote source lists them (http does not)."""
-        parts = arranged(store.look, top)
-        return parts, store.facts(_paths_in_store(parts))
-
     def take(listing: Listing) -> None:
         if store.local:
-            _check_here(top, listing)
-        store.learn(_paths_in_store(listing[0]), listing[1])
+            _check_here(top, listing[0])
+        store.learn(listing[1])
 
-    listing = once(root, scan, take)
+    parts, _ = once(root, lambda: (arranged(store.look, top), store.states), take)
     prefix = f"{top}/" if store.local else ""
-    parts = _train_and_test(listing[0], top, validation, seed)
-    classes, splits = sorted(parts[0][1]), []
-    for part, tree in parts:
+    train_and_test = _train_and_test(parts, top, validation, seed)
+    classes, splits = sorted(train_and_test[0][1]), []
+    for part, tree in train_and_test:
         part_home = prefix + (f"{part}/" if part else "")
         paths = tuple(f"{part_home}{kind}/{file}" for kind in classes for file in tree.get(kind, ()))
         counts_K = torch.tensor([len(tree.get(kind, ())) for kind in classes])
@@ -105,8 +100,7 @@ def find_images(path: str | Path) -> list[Path]:
         return [start]
     if not start.is_dir():
         raise InputError(f"{path}: no such file or folder; give an image or a folder of images")
-    below = (file for file in start.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    images = sorted(file for file in below if not any(part.startswith(".") for part in file.relative_to(start).parts))
+    images = sorted(start / file for file in Store(str(start)).list_files() if file.lower().endswith(SUFFIXES))
     if not images:
         raise InputError(f"{path}: no image in it (looked for {', '.join(SUFFIXES)}); give another folder")
     return images
@@ -139,14 +133,9 @@ def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> lis
     return [(home, kept), (home, {name: sorted(files) for name, files in held.items()})]
 
 
-def _paths_in_store(parts: Parts) -> list[str]:
-    trees = ((part, name, files) for part, tree in parts.items() for name, files in tree.items())
-    return [f"{part}/{name}/{file}".lstrip("/") for part, name, files in trees for file in files]
-
-
-def _check_here(top: str, listing: Listing) -> None:
+def _check_here(top: str, parts: Parts) -> None:
     """Looks for some of the files that rank 0 listed. Raises InputError if one is not on this host."""
-    for part, tree in listing[0].items():
+    for part, tree in parts.items():
         names = sorted(tree)
         for name in names[:: -(-len(names) // _LOOKED_FOR)]:
             path = f"{below(top, part)}/{name}/{tree[name][-1]}"  # the last: an interrupted copy lacks it

@@ -15,7 +15,7 @@ from kasoku.data.remote.store import AT_ONCE, Names, below
 T = TypeVar("T")
 Tree = dict[str, list[str]]  # class -> names of its image files, both sorted
 Parts = dict[str, Tree]  # by folder: "" is the root itself; or train, and val, validation or test where there is one
-Listing = tuple[Parts, list[Any]]  # and the facts that their store has of remote files, in the order of the tree
+Listing = tuple[Parts, dict[str, Any]]  # and what their store knows of remote files
 Look = Callable[[str], Names]  # what is in a folder, which is its path below the root, "" for the root
 
 _VALIDATION = ("val", "validation", "test")

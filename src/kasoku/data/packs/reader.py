@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import json
-import mmap
 import os
 import re
 import zlib
@@ -259,8 +258,7 @@ def _joined(store: Store, files: list[str], known: list[Index], raw: bool | None
         """Maps a shard into memory, read-only; it is closed with the last view of it."""
         path = os.path.join(store.shown, file)
         try:
-            with open(path, "rb") as opened:
-                return np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            return np.memmap(path, np.uint8, "r").view(np.ndarray)
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
 

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
@@ -72,7 +72,7 @@ class Store:
         self.local = not is_remote(where)
         self._arguments = root, cache, cache_bytes
         self._opened = lru_cache(_OPEN)(_Opened)  # opening a file on a network disk takes as long as a read
-        self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
+        self.states: dict[str, tuple[int, str]] = {}  # size and version of remote files, as far as they are known
         self._far = None if self.local else _Far(where)
         if self._far is None:
             self.shown = os.path.realpath(os.path.expanduser(where.removeprefix("file://")))
@@ -90,7 +90,7 @@ class Store:
         """The folders and the files in a folder below the root ("" for the root), sorted, without hidden ones."""
         if self._far:
             folders, infos = self._far.look(folder)
-            self._states |= {path: _state(info) for path, info in infos.items() if info.get("size") is not None}
+            self.states |= {path: _state(info) for path, info in infos.items() if info.get("size") is not None}
             return folders, sorted(path.rpartition("/")[2] for path in infos)
         path = below(self.shown, folder)
         try:
@@ -183,18 +183,13 @@ class Store:
             except OSError as error:
                 _refuse(error)
             return state.st_size, str(state.st_mtime_ns)
-        if path not in self._states:
-            self._states[path] = _state(self._far.info(path))
-        return self._states[path]
+        if path not in self.states:
+            self.states[path] = _state(self._far.info(path))
+        return self.states[path]
 
-    def facts(self, paths: Iterable[str]) -> list[tuple[int, str] | None]:
-        """Size and version of each remote file; None if they are not known yet. Sends no request."""
-        return [self._states.get(path) for path in paths]
-
-    def learn(self, paths: Iterable[str], facts: Iterable[Sequence[Any] | None]) -> None:
-        """Adds the `facts` of another process's store of the same root, which saves requests."""
-        pairs = zip(paths, facts, strict=True)
-        self._states.update((path, (int(fact[0]), str(fact[1]))) for path, fact in pairs if fact)
+    def learn(self, states: dict[str, Any]) -> None:
+        """Adds the `states` of another process's store of the same root, which saves requests."""
+        self.states |= {path: (int(size), str(version)) for path, (size, version) in states.items()}
 
     def close(self) -> None:
         """Closes local files that stayed open, as soon as no thread reads them."""
