@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1170,
     "models": 830,
     "device": 610,
-    "data": 4770,
+    "data": 4680,
     "distributed": 5650,
     "memory": 2230,
     "config": 1400,

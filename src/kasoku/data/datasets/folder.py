@@ -8,7 +8,7 @@ import torch
 
 from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files
-from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, once
+from kasoku.data.datasets.folder_index import Parts, Tree, arranged, once
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
 from kasoku.data.remote.store import Store, below
@@ -63,13 +63,10 @@ def folder(  # noqa: PLR0913
     check_settings(root, size, validation)
     store = Store(root, cache=cache, cache_bytes=cache_bytes)
     top = store.shown
-
-    def take(listing: Listing) -> None:
-        if store.local:
-            _check_here(top, listing[0])
-        store.learn(listing[1])
-
-    parts, _ = once(root, lambda: (arranged(store.look, top), store.states), take)
+    parts, states = once(root, lambda: (arranged(store.look, top), store.states))
+    store.learn(states)
+    if store.local:
+        _check_here(top, parts)
     prefix = f"{top}/" if store.local else ""
     train_and_test = _train_and_test(parts, top, validation, seed)
     classes, splits = sorted(train_and_test[0][1]), []

@@ -53,10 +53,6 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
     return tree
 
 
-def _packed(thing: Any) -> bytes:
-    return zlib.compress(json.dumps(thing).encode(), 1)  # shrinks file names to a sixth
-
-
 class OneScan:
     """Rank 0 lists image folders and sends the lists to the other ranks.
 
@@ -85,7 +81,8 @@ class OneScan:
         finally:
             _ONE_SCAN.reset(before)
             if self._comm.rank == 0:
-                self._message.set_result(_packed({"listings": self._listings, "failed": failed}))
+                text = json.dumps({"listings": self._listings, "failed": failed})
+                self._message.set_result(zlib.compress(text.encode(), 1))  # shrinks file names to a sixth
                 self._listings = {}
 
     def broadcast(self) -> None:
@@ -104,7 +101,7 @@ class OneScan:
                 self._message.set_exception(error)
             raise
 
-    def listing(self, root: str, scan: Callable[[], Listing], take: Callable[[Listing], None]) -> Listing:
+    def listing(self, root: str, scan: Callable[[], Listing]) -> Listing:
         """Rank 0's list of a root. Raises InputError if its data set failed before."""
         if self._comm.rank == 0:
             self._listings[root] = scan()
@@ -112,7 +109,6 @@ class OneScan:
         message = json.loads(zlib.decompress(self._message.result()))
         if root in message["listings"]:
             listing: Listing = message["listings"][root]
-            take(listing)
             return listing
         if message["failed"]:
             raise InputError(message["failed"])
@@ -122,10 +118,10 @@ class OneScan:
 _ONE_SCAN: ContextVar[OneScan | None] = ContextVar("kasoku_one_scan", default=None)
 
 
-def once(root: str, scan: Callable[[], Listing], take: Callable[[Listing], None]) -> Listing:
-    """Returns scan(); inside a `OneScan`, rank 0's list of this root instead, after `take` accepted it."""
+def once(root: str, scan: Callable[[], Listing]) -> Listing:
+    """Returns scan(); inside a `OneScan`, rank 0's list of this root instead."""
     one_scan = _ONE_SCAN.get()
-    return one_scan.listing(root, scan, take) if one_scan else scan()
+    return one_scan.listing(root, scan) if one_scan else scan()
 
 
 def scanned_once(comm: Comm, make: Callable[[], T]) -> T:
