@@ -241,7 +241,7 @@ class Loader:
         self.executor.warm(self.pipeline, self.epoch, self.position)
 
     def close(self) -> None:
-        """Ends the processes that read for this loader; threads end with each iteration."""
+        """Ends the threads that decode for its `members`; others end with each iteration."""
         self.executor.close()
 
 
