@@ -266,6 +266,25 @@ def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
     return folders
 
 
+def held_out(
+    names: Sequence[str], labels_N: torch.Tensor, classes: Sequence[str], share: float, seed: int
+) -> np.ndarray:
+    """Which images are held out for the test: of each class a share, at least one image if one is left for training.
+
+    They are chosen by the names of the class and of the image alone.
+    """
+    rows_K: list[list[int]] = [[] for _ in classes]
+    for row, label in enumerate(labels_N.tolist()):
+        rows_K[label].append(row)
+    held_N = np.zeros(len(names), np.bool_)
+    for kind, rows in zip(classes, rows_K, strict=True):
+        keys = (f"{seed}/{kind}/{names[row]}".encode("utf-8", "surrogateescape") for row in rows)
+        shuffled = sorted(zip((hashlib.blake2b(key, digest_size=8).digest() for key in keys), rows, strict=True))
+        count = min(max(1, round(len(rows) * share)), len(rows) - 1)
+        held_N[[row for _, row in shuffled[:count]]] = True
+    return held_N
+
+
 def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
     """Raise InputError naming the first label that is not in range(classes)."""
     wrong_N = np.flatnonzero((labels_N < 0) | (labels_N >= classes))

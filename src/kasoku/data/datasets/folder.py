@@ -1,14 +1,15 @@
 """Image folders with one folder for each class, local or remote."""
 
-import hashlib
+import itertools
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
-from kasoku.data.datasets.base import Dataset, Files
-from kasoku.data.datasets.folder_index import Parts, Tree, arranged, once
+from kasoku.data.datasets.base import Dataset, Files, held_out
+from kasoku.data.datasets.folder_index import Parts, arranged, once
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
 from kasoku.data.remote.store import Store, below
@@ -67,16 +68,28 @@ def folder(  # noqa: PLR0913
     store.learn(states)
     if store.local:
         _check_here(top, parts)
-    prefix = f"{top}/" if store.local else ""
-    train_and_test = _train_and_test(parts, top, validation, seed)
-    classes, splits = sorted(train_and_test[0][1]), []
-    for part, tree in train_and_test:
-        part_home = prefix + (f"{part}/" if part else "")
-        paths = tuple(f"{part_home}{kind}/{file}" for kind in classes for file in tree.get(kind, ()))
-        counts_K = torch.tensor([len(tree.get(kind, ())) for kind in classes])
-        splits.append(Files(paths, torch.repeat_interleave(torch.arange(len(classes)), counts_K), store))
+    (home, first), *others = parts.items()
+    classes = tuple(sorted(first))
+    for away, tree in others:
+        if unknown := sorted(set(tree) - set(classes)):
+            lacking = f"a class that {below(top, home)} does not have"
+            raise InputError(f"{below(top, away)}/{unknown[0]}: {lacking}; add it there or remove it")
+    rows = [(p, k, file) for p, tree in parts.items() for k, kind in enumerate(classes) for file in tree.get(kind, ())]
+    labels_N = torch.tensor([label for _, label, _ in rows])
+    if others:
+        test_N = np.array([part != home for part, _, _ in rows])
+    else:
+        test_N = held_out([file for _, _, file in rows], labels_N, classes, validation, seed)
+    if not test_N.any():
+        raise InputError(f"{below(top, home)}: no class has two images, one of them for validation; add a val/ folder")
+    folders = {part: [below(below(top if store.local else "", part), kind) for kind in classes] for part in parts}
+    paths = [f"{folders[part][label]}/{file}" for part, label, file in rows]
+    train, test = (
+        Files(tuple(itertools.compress(paths, chosen_N)), labels_N[torch.from_numpy(chosen_N)], store)
+        for chosen_N in (~test_N, test_N)
+    )
     name, mean, std = top.rpartition("/")[2], IMAGENET_MEAN, IMAGENET_STD
-    return Dataset(name, tuple(classes), splits[0], splits[1], 3, (size, size), mean, std, max_bad_fraction)
+    return Dataset(name, classes, train, test, 3, (size, size), mean, std, max_bad_fraction)
 
 
 def check_settings(root: str, size: int, validation: float) -> None:
@@ -101,33 +114,6 @@ def find_images(path: str | Path) -> list[Path]:
     if not images:
         raise InputError(f"{path}: no image in it (looked for {', '.join(SUFFIXES)}); give another folder")
     return images
-
-
-def held_out(name: str, files: list[str], validation: float, seed: int) -> set[str]:
-    """The files of a class to hold out for validation: at least one, if one is left for training."""
-    count = min(max(1, round(len(files) * validation)), len(files) - 1)
-
-    def key(file: str) -> bytes:
-        return hashlib.blake2b(f"{seed}/{name}/{file}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
-
-    return set(sorted(files, key=key)[:count])
-
-
-def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> list[tuple[str, Tree]]:
-    """The training and the validation part, each with its files; a single part is split in two."""
-    if len(parts) == 2:
-        (home, first), (away, second) = parts.items()
-        unknown = sorted(set(second) - set(first))
-        if unknown:
-            lacking = f"a class that {below(top, home)} does not have"
-            raise InputError(f"{below(top, away)}/{unknown[0]}: {lacking}; add it there or remove it")
-        return [(home, first), (away, second)]
-    ((home, whole),) = parts.items()
-    held = {name: held_out(name, files, validation, seed) for name, files in whole.items()}
-    if not any(held.values()):
-        raise InputError(f"{below(top, home)}: no class has two images, one of them for validation; add a val/ folder")
-    kept = {name: [file for file in files if file not in held[name]] for name, files in whole.items()}
-    return [(home, kept), (home, {name: sorted(files) for name, files in held.items()})]
 
 
 def _check_here(top: str, parts: Parts) -> None:

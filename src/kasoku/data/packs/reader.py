@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError, one_line, say, summary
-from kasoku.data.datasets.base import Dataset
-from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, held_out
+from kasoku.data.datasets.base import Dataset, held_out
+from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings
 from kasoku.data.decode.decode import is_image
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
 from kasoku.data.remote.cache import cache_folder, keep
@@ -160,11 +160,8 @@ def shards(  # noqa: PLR0913
     away_K = np.array([_part(file) != "train" for file in whole.files])
     test_N = away_K[whole.place_N5[:, 0]]
     if test_N.all() or not test_N.any():  # all of one part: split off a share of each class, as in an image folder
-        names: dict[int, list[str]] = {}
-        for image, label in zip(whole.names, whole.labels_N.tolist(), strict=True):
-            names.setdefault(label, []).append(image)
-        held = set[str]().union(*(held_out(str(label), some, validation, seed) for label, some in names.items()))
-        test_N = np.array([image in held for image in whole.names])
+        labels = [str(number) for number in range(len(classes))]
+        test_N = held_out(whole.names, whole.labels_N, labels, validation, seed)
     if not test_N.any():
         raise InputError(f"{top}: no class has two images, so none can be split off for validation; add val-*.tar")
     train, test = whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
