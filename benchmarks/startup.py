@@ -4,7 +4,7 @@
 
 As root: two ranks in network namespaces of their own, on a link that takes 20 ms each way (a round trip is 40 ms), a
 folder of 50,000 JPEG files of 32 pixels in ten classes that rank 0 indexes for both (the files' names are in the page
-cache, the list of files is not kept from start to start), a small network, gloo, Overlap. A start is `kasoku train` in
+cache), a small network, gloo, Overlap. A start is `kasoku train` in
 fresh processes on both ranks, from the process's start to the end of its first step, by rank 0's clock.
 overlapped_over_sequential: medians of starts with overlapping tasks and of starts with one task after the other
 (KASOKU_SEQUENTIAL=1), in turns. At most 0.8 is wanted.

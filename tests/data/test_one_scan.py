@@ -158,7 +158,7 @@ def test_who_waits_is_told_where_the_ranks_cannot_be_connected(tree, scans):
 @pytest.mark.parametrize("told_first", [True, False])
 def test_what_was_found_is_let_go(scans, told_first):
     def look():
-        once("root", lambda: ({"": {"a": [f"{i:09}.png" for i in range(20_000)]}}, []), lambda _: None)
+        once("root", lambda: ({"": {"a": [f"{i:09}.png" for i in range(20_000)]}}, {}))
 
     steps = [lambda: scans[0].build(look), scans[0].broadcast]
     if told_first:

@@ -23,7 +23,7 @@ from kasoku.data.loading.shuffle import order
 from kasoku.data.packs import writer as pack_module
 from kasoku.data.packs.reader import shards
 from kasoku.data.packs.writer import Form, pack, verify
-from kasoku.data.remote.cache import Room
+from kasoku.data.remote.cache import Pieces
 from kasoku.data.remote.store import Store
 
 shards_module = sys.modules["kasoku.data.packs.reader"]  # the package has a function of that name
@@ -384,7 +384,7 @@ def test_of_a_pack_far_away_each_image_read_is_checked(photos, tmp_path, monkeyp
     class Far(Store):
         def __init__(self, root, **settings):
             super().__init__(str(home))
-            self.local, self.room = False, Room(home, 0, root)
+            self.local, self.pieces = False, Pieces(home, 0, root)
 
         def list_files(self):
             raise AssertionError("a pack needs no list")
@@ -434,7 +434,7 @@ def test_packing_what_is_far_away_keeps_no_copy_of_it(photos, tmp_path):
         pack(f"memory:/{address}/p", str(tmp_path / "q"), side=32, shard_bytes=SMALL)
     finally:
         memory.rm(address, recursive=True)
-    assert not list(tmp_path.glob("cache/kasoku/**/*.bytes"))
+    assert not list(tmp_path.glob("cache/kasoku/**/*.piece"))
 
 
 def test_a_loader_takes_batches_from_packs(photos, tmp_path):
@@ -554,7 +554,7 @@ def test_a_source_that_stays_wrong_is_one_line_and_heals(photos, tmp_path, monke
             far.train.read(0)
         assert str(caught.value) == (
             f"{far.train.name(0)}: its bytes in train-00000.tar are not those that were packed, after 4 tries; the "
-            f"cache {next((tmp_path / 'cache').glob('store-*'))} keeps none of them: upload that file again (`kasoku "
+            f"cache {next((tmp_path / 'cache').glob('pieces-*'))} keeps none of them: upload that file again (`kasoku "
             "pack --verify` finds all such images)"
         )
         site.garbage = set()

@@ -19,7 +19,7 @@ from PIL import Image
 from helpers.ranks import context
 from helpers.web import serving, web
 from kasoku.core import InputError
-from kasoku.data.datasets.base import GoneError
+from kasoku.data import GoneError
 from kasoku.data.packs import tar_index as tar
 from kasoku.data.packs.reader import planes, shards
 from kasoku.data.remote import store as store_module
@@ -252,11 +252,9 @@ def test_behind_a_damaged_header_nothing_is_guessed(two, capsys):
 
 
 @web
-@pytest.mark.parametrize("copies", [0, 4096])
 @pytest.mark.parametrize("garbage", [{3}, {3, 4}])
-def test_headers_of_shards_far_away_are_fetched_again(two, tmp_path, monkeypatch, copies, garbage):
+def test_headers_of_shards_far_away_are_fetched_again(two, tmp_path, monkeypatch, garbage):
     monkeypatch.setattr(store_module, "_FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(store_module, "_COPIES", copies)
     here = facts(shards(str(two)))
     with serving() as site:
         site.files = {file.name: file.read_bytes() for file in two.iterdir()}

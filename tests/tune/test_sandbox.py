@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -202,19 +204,23 @@ class Pixels:
 
 
 @pytest.mark.process
-def test_processes_that_read_for_copies_end_with_them():
+def test_processes_that_read_serve_all_copies_and_end_with_the_data():
     like = {"image_size": (8, 8), "channels": 3, "mean": (0.5,) * 3, "std": (0.25,) * 3}
     dataset = replace(digits(), train=Items(Pixels(), processes=1), **like)
     job = Job(Net(), rule, loader=loader(dataset, "train", 8))
     sandbox = Sandbox(job)
     alone = sandbox.at(8)
     assert next(iter(alone.loader))[0].shape == (8, 3, 8, 8)
-    processes = alone.plain_loader.executor._processes
+    (process,) = multiprocessing.active_children()
     alone.close()
     sandbox.close()
-    assert job.plain_loader.executor._processes is None
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        processes.submit([0], [None], (8, 8))
+    assert next(iter(job.loader))[0].shape == (8, 3, 8, 8)
+    assert multiprocessing.active_children() == [process]
+    job.close()
+    del dataset, job, sandbox, alone
+    gc.collect()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 # ---- a copy that diverged

@@ -105,17 +105,16 @@ def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
 
 
 class FolderEntries(NamedTuple):
-    """What is in a folder, without hidden names: folders, regular files, other things; and which of all are links."""
+    """What is in a folder, without hidden names."""
 
     folders: list[str]
     files: list[str]
     others: list[str]
-    links: set[str]
 
 
 def scan(folder: str) -> FolderEntries:
     """The names in a folder, sorted. Links count as what they lead to, or as other things if they lead nowhere."""
-    found = FolderEntries([], [], [], set())
+    found = FolderEntries([], [], [])
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -124,9 +123,7 @@ def scan(folder: str) -> FolderEntries:
             with suppress(OSError):  # a link to itself
                 kind = found.folders if entry.is_dir() else found.files if entry.is_file() else found.others
             kind.append(entry.name)
-            if entry.is_symlink():
-                found.links.add(entry.name)
-    for names in found[:3]:
+    for names in found:
         names.sort()
     return found
 

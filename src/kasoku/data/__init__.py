@@ -5,7 +5,7 @@ from kasoku.data.augment.batch_growth import GrowBatch
 from kasoku.data.augment.mixup import Mix
 from kasoku.data.augment.progressive_resize import LowResolution
 from kasoku.data.augment.randaugment import RandAugment
-from kasoku.data.datasets.base import PUBLISHED, Dataset, Encoded, Facts, Files, GoneError, Items, Memory, Split, digits
+from kasoku.data.datasets.base import PUBLISHED, Dataset, Encoded, Facts, Files, Items, Memory, Split, digits
 from kasoku.data.datasets.cifar import cifar10, cifar100
 from kasoku.data.datasets.folder import find_images, folder, imagenet
 from kasoku.data.datasets.mnist import fashion_mnist, idx, mnist
@@ -16,6 +16,7 @@ from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.shuffle import draws, order
 from kasoku.data.loading.uneven_shares import Shares, by_speed
 from kasoku.data.packs.reader import shards
+from kasoku.data.remote.store import GoneError
 
 __all__ = [
     "PUBLISHED",

@@ -108,7 +108,7 @@ def ensemble_logits(logits: Sequence[Tensor]) -> Tensor:
 class _Unlabelled(Files):
     """Image files, decoded as those of a small data set, which a loader keeps; these are not kept."""
 
-    side: int
+    side: int = 0
 
     def read(self, index: int) -> np.ndarray:  # type: ignore[override]
         return decode(super().read(index), self.side, name=self.paths[index])
@@ -121,7 +121,8 @@ def classify(members: Sequence[Trained], files: Sequence[Path], top: int) -> Ite
     """
     first = members[0]
     size, count = first.image_size, len(files)
-    images = _Unlabelled(tuple(map(str, files)), torch.zeros(count, dtype=torch.int64), stored_side(min(size)))
+    labels_N = torch.zeros(count, dtype=torch.int64)
+    images = _Unlabelled(tuple(map(str, files)), labels_N, side=stored_side(min(size)))
     facts = (first.channels, size, first.mean, first.std)
     dataset = Dataset("images", first.classes, images, images, *facts, max_bad_fraction=1.0)
     batch, start = first.recipe.evaluate.batch or first.recipe.images_at_once(1), 0

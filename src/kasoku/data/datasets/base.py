@@ -1,10 +1,14 @@
 """Types of data sets, in memory or as files, and the digits that come with the package."""
 
-import errno
 import hashlib
+import multiprocessing
 import os
-import time
+import pickle
+import signal
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,15 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kasoku.core import InputError, described, one_line, say
-from kasoku.core.files import open_regular
+from kasoku.core import InputError, described
 from kasoku.data.decode import native
-from kasoku.data.decode.decode import upright
+from kasoku.data.decode.decode import is_image, upright
 from kasoku.data.loading.shuffle import order
+from kasoku.data.remote.store import HERE, GoneError, Store
 
-_PATIENCE_S = 60.0  # for retries while a disk, such as a network disk, does not answer
-_OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-_OF_THE_FILE |= {errno.EINVAL, errno.ENXIO}  # pipes, devices, sockets
+_STARTING = threading.Lock()
+_DATASET: list[Any] = []  # of a process that reads items
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,35 +55,20 @@ class Encoded(Protocol):
         ...
 
 
-class GoneError(InputError):
-    """A source no longer answers. No single image is at fault, so none is skipped."""
-
-    gone = True
-
-
 @dataclass(frozen=True, eq=False)
 class Files:
-    """One split as image files, decoded when needed: absolute paths; labels_N int64."""
+    """One split as image files, decoded when needed: paths below the root of a store, or absolute; labels_N int64."""
 
     paths: tuple[str, ...]
     labels_N: torch.Tensor  # noqa: N815
+    store: Store = HERE
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def read(self, index: int) -> bytes:
-        """The bytes of a file. Raises InputError if it cannot be read, GoneError if the disk is at fault."""
-        path, until = self.paths[index], time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                with open(open_regular(path), "rb", buffering=0) as file:
-                    return file.read()
-            except OSError as error:
-                if error.errno in _OF_THE_FILE:
-                    raise InputError(f"{path}: cannot be read ({error.strerror}); mend or remove the file") from error
-                if time.monotonic() > until:
-                    raise GoneError(f"{path}: no answer for {_PATIENCE_S:g} s ({error.strerror})") from error
-            time.sleep(0.5)
+        """The bytes of a file. Raises InputError if it cannot be read, GoneError if its disk or server is at fault."""
+        return self.store.read(self.paths[index], intact=is_image)
 
     def name(self, index: int) -> str:
         """Class and file name, since the folder may have another path on another host."""
@@ -95,8 +83,8 @@ class Items:
     Args:
         dataset: anything with len() and items.
         labels_N: the labels; else `dataset.targets` or `dataset.labels`; else every item is read once.
-        processes: number of processes that read and decode, each with a copy of the data set; 0: threads, as for files.
-            Use processes if the data set's own code is slow and holds the GIL.
+        processes: number of processes that read items, each with a copy of the data set; 0: threads, as for files.
+            Use processes if the data set's own code is slow and holds the GIL. They end with this object.
     """
 
     def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None, *, processes: int = 0):
@@ -110,6 +98,10 @@ class Items:
         if self.labels_N.shape != (len(dataset),):
             raise InputError(f"labels of shape {tuple(self.labels_N.shape)} for {len(dataset)} items: one for each")
         self.dataset, self.processes = dataset, processes
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_pool": None}
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -119,27 +111,53 @@ class Items:
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The image of an item. Raises InputError with its number for anything but an image."""
+        if not self.processes:
+            return _image_of(self.dataset, index)
+        with _STARTING:
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+                self._pool = ProcessPoolExecutor(self.processes, context, _start_process, (self.dataset,))
         try:
-            image = self.dataset[index][0]
-            if isinstance(image, str | os.PathLike):
-                return Path(image).read_bytes()
-            if isinstance(image, torch.Tensor):
-                image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
-            elif hasattr(image, "convert"):
-                image = upright(image)
-        except Exception as error:  # the user's own code
-            raise InputError(f"item {index}: {described(error)}; mend or leave it out") from error
-        if isinstance(image, bytes):
-            return image
-        if isinstance(image, np.ndarray):
-            grey = image.ndim == 2 or image.shape[2:] == (1,)
-            if image.dtype == np.uint8 and image.size and (grey or image.shape[2:] == (3,)):
-                return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
-            got = f"an array of {image.dtype}, shape {image.shape}"
-        else:
-            got = f"a {type(image).__name__}"
-        wanted = "the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, or a Pillow image"
-        raise InputError(f"item {index}: {got}: {wanted}")
+            return self._pool.submit(_read_in_process, index).result()
+        except (BrokenProcessPool, pickle.PicklingError) as error:
+            wanted = 'it must be picklable, fit in memory, and be made in a script below `if __name__ == "__main__":`'
+            raise GoneError(f"processes: one that reads the data set ended ({error}); {wanted}") from error
+
+
+def _start_process(dataset: Any) -> None:
+    """Runs first in a process that reads items."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the training ends its step and saves
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    _DATASET[:] = [dataset]
+
+
+def _read_in_process(index: int) -> bytes | np.ndarray:
+    return _image_of(_DATASET[0], index)
+
+
+def _image_of(dataset: Any, index: int) -> bytes | np.ndarray:
+    try:
+        image = dataset[index][0]
+        if isinstance(image, str | os.PathLike):
+            return Path(image).read_bytes()
+        if isinstance(image, torch.Tensor):
+            image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
+        elif hasattr(image, "convert"):
+            image = upright(image)
+    except Exception as error:  # the user's own code
+        raise InputError(f"item {index}: {described(error)}; mend or leave it out") from error
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, np.ndarray):
+        grey = image.ndim == 2 or image.shape[2:] == (1,)
+        if image.dtype == np.uint8 and image.size and (grey or image.shape[2:] == (3,)):
+            return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
+        got = f"an array of {image.dtype}, shape {image.shape}"
+    else:
+        got = f"a {type(image).__name__}"
+    wanted = "the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, or a Pillow image"
+    raise InputError(f"item {index}: {got}: {wanted}")
 
 
 Split = Memory | Encoded
@@ -222,14 +240,10 @@ def digits(seed: int = 0) -> Dataset:
 def in_memory(name: str, classes: Sequence[str], train: Memory, test: Memory) -> Dataset:
     """Data set of two splits in memory; measures mean and standard deviation of the training images exactly."""
     height, width, channels = train.images_NHWC.shape[1:]
-    sums_2C = np.zeros((2, channels))
-    for part in torch.split(train.images_NHWC, 256):  # 256 squares of at most 255 are exact in float32
-        value_NP = part.reshape(len(part), -1).numpy().astype(np.float32)
-        sums_2C[0] += value_NP.sum(0).reshape(-1, channels).sum(0, np.float64)
-        sums_2C[1] += np.square(value_NP, out=value_NP).sum(0).reshape(-1, channels).sum(0, np.float64)
-    count = len(train) * height * width
-    mean_C = sums_2C[0] / count
-    std_C = np.sqrt(np.maximum(sums_2C[1] / count - mean_C**2, 0))
+    counts_CV = torch.stack([torch.bincount(plane.flatten(), minlength=256) for plane in train.images_NHWC.unbind(-1)])
+    count, value_V = len(train) * height * width, np.arange(256)
+    mean_C, squares_C = (counts_CV.numpy() @ values_V / count for values_V in (value_V, value_V**2))
+    std_C = np.sqrt(np.maximum(squares_C - mean_C**2, 0))
     std_C[std_C == 0] = 255.0  # a constant channel is not scaled up
     mean, std = tuple((mean_C / 255).tolist()), tuple((std_C / 255).tolist())
     return Dataset(name, tuple(classes), train, test, channels, (height, width), mean, std)
@@ -252,6 +266,25 @@ def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
     return folders
 
 
+def held_out(
+    names: Sequence[str], labels_N: torch.Tensor, classes: Sequence[str], share: float, seed: int
+) -> np.ndarray:
+    """Which images are held out for the test: of each class a share, at least one image if one is left for training.
+
+    They are chosen by the names of the class and of the image alone.
+    """
+    rows_K: list[list[int]] = [[] for _ in classes]
+    for row, label in enumerate(labels_N.tolist()):
+        rows_K[label].append(row)
+    held_N = np.zeros(len(names), np.bool_)
+    for kind, rows in zip(classes, rows_K, strict=True):
+        keys = (f"{seed}/{kind}/{names[row]}".encode("utf-8", "surrogateescape") for row in rows)
+        shuffled = sorted(zip((hashlib.blake2b(key, digest_size=8).digest() for key in keys), rows, strict=True))
+        count = min(max(1, round(len(rows) * share)), len(rows) - 1)
+        held_N[[row for _, row in shuffled[:count]]] = True
+    return held_N
+
+
 def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
     """Raise InputError naming the first label that is not in range(classes)."""
     wrong_N = np.flatnonzero((labels_N < 0) | (labels_N >= classes))
@@ -259,10 +292,3 @@ def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
         first = int(wrong_N[0])
         got = f"image {first} has label {int(labels_N[first])}, allowed are 0 to {classes - 1}"
         raise InputError(f"{where}: {got}; the file is damaged or of another data set")
-
-
-def warn_left_out(folder: str, names: list[str]) -> None:
-    """Prints that these entries are left out: the first three by name, then how many more."""
-    lines = [f"{folder}/{name}: not a regular file; left out" for name in names[:3]]
-    for line in lines + [f"{folder}: {len(names) - 3} more are left out"] * (len(names) > 3):
-        say(one_line(line))

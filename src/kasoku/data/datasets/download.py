@@ -52,9 +52,8 @@ RELEASES = {name: Release(**table) for name, table in _TABLES.items()}
 def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> str:
     """Downloads the official files of a data set; returns a line that says where they are and how to train on them.
 
-    Correct files are not downloaded again, and interrupted downloads resume (FILE.part). A file gets its final name
-    only when it is complete. `source`: another address of the same files; empty: the official one.
-    Progress is shown on a terminal's standard error, unless `quiet`.
+    Correct files are not downloaded again, and interrupted downloads resume (FILE.part). `source`: another address of
+    the same files; empty: the official one. Progress is shown on a terminal's standard error, unless `quiet`.
     Errors: InputError for an unknown name, an address that does not give the files, a wrong checksum, a damaged
     archive, a full disk, a folder that cannot be written, a file that another download writes.
     """

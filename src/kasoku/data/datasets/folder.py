@@ -1,35 +1,22 @@
 """Image folders with one folder for each class, local or remote."""
 
-import hashlib
+import itertools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
-from kasoku.data.datasets.base import Dataset, Files
-from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, below, indexed, look_in, once
-from kasoku.data.decode.decode import SUFFIXES, is_image
+from kasoku.data.datasets.base import Dataset, Files, held_out
+from kasoku.data.datasets.folder_index import Parts, arranged, once
+from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
-from kasoku.data.remote.store import Store
+from kasoku.data.remote.store import Store, below
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _LOOKED_FOR = 8  # files of each part that a rank checks on its host, since rank 0 listed them
-
-
-@dataclass(frozen=True, eq=False)
-class FarFiles(Files):
-    """One split as image files of a store, read when needed: paths below its root; labels_N int64."""
-
-    store: Store
-
-    def read(self, index: int) -> bytes:
-        """The bytes of a file. Raises InputError with its path where it cannot be read."""
-        return self.store.read(self.paths[index], intact=is_image)
 
 
 def imagenet(root: str, size: int = 224) -> Dataset:
@@ -61,15 +48,14 @@ def folder(  # noqa: PLR0913
     """Image folder: JPEG, PNG, WebP or BMP files in one folder for each class, with or without train/ and val/.
 
     root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Hidden
-    files and other types are left out. An address is listed at each start. Bad images are skipped and named.
+    files and other types are left out. Bad images are skipped and named.
 
     Args:
         root: the folder, or an address (s3://bucket/photos); it may name environment variables.
         size: side in pixels of the square that an image is decoded to, at least 1.
         validation: the share of each class to hold out where there is no validation part, above 0 and below 1.
         seed: any number; chooses the images to hold out, with their names alone.
-        cache: the folder for the list of files, of which only changed folders are listed again, and for files read from
-            an address; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
+        cache: the folder for files read from an address; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
         cache_bytes: the most that the cache keeps of an address, 0 or more.
         max_bad_fraction: training stops at more than one bad image, if they exceed this share, from 0 to 1.
 
@@ -78,28 +64,32 @@ def folder(  # noqa: PLR0913
     check_settings(root, size, validation)
     store = Store(root, cache=cache, cache_bytes=cache_bytes)
     top = store.shown
-    split: Callable[..., Files]
+    parts, states = once(root, lambda: (arranged(store.look, top), store.states))
+    store.learn(states)
     if store.local:
-        listing = once(root, lambda: (indexed(Path(top), cache), []), partial(_check_here, top))
-        prefix, split = f"{top}/", Files
+        _check_here(top, parts)
+    (home, first), *others = parts.items()
+    classes = tuple(sorted(first))
+    for away, tree in others:
+        if unknown := sorted(set(tree) - set(classes)):
+            lacking = f"a class that {below(top, home)} does not have"
+            raise InputError(f"{below(top, away)}/{unknown[0]}: {lacking}; add it there or remove it")
+    rows = [(p, k, file) for p, tree in parts.items() for k, kind in enumerate(classes) for file in tree.get(kind, ())]
+    labels_N = torch.tensor([label for _, label, _ in rows])
+    if others:
+        test_N = np.array([part != home for part, _, _ in rows])
     else:
-
-        def scan() -> Listing:
-            """Lists the folder, with size and version of each image where the source lists them (http does not)."""
-            parts = arranged(look_in(store.list_files()), top)
-            return parts, store.facts(_paths_in_store(parts))
-
-        listing = once(top, scan, lambda got: store.learn(_paths_in_store(got[0]), got[1]))
-        prefix, split = "", partial(FarFiles, store=store)
-    parts = _train_and_test(listing[0], top, validation, seed)
-    classes, splits = sorted(parts[0][1]), []
-    for part, tree in parts:
-        part_home = prefix + (f"{part}/" if part else "")
-        paths = tuple(f"{part_home}{kind}/{file}" for kind in classes for file in tree.get(kind, ()))
-        counts_K = torch.tensor([len(tree.get(kind, ())) for kind in classes])
-        splits.append(split(paths, torch.repeat_interleave(torch.arange(len(classes)), counts_K)))
+        test_N = held_out([file for _, _, file in rows], labels_N, classes, validation, seed)
+    if not test_N.any():
+        raise InputError(f"{below(top, home)}: no class has two images, one of them for validation; add a val/ folder")
+    folders = {part: [below(below(top if store.local else "", part), kind) for kind in classes] for part in parts}
+    paths = [f"{folders[part][label]}/{file}" for part, label, file in rows]
+    train, test = (
+        Files(tuple(itertools.compress(paths, chosen_N)), labels_N[torch.from_numpy(chosen_N)], store)
+        for chosen_N in (~test_N, test_N)
+    )
     name, mean, std = top.rpartition("/")[2], IMAGENET_MEAN, IMAGENET_STD
-    return Dataset(name, tuple(classes), splits[0], splits[1], 3, (size, size), mean, std, max_bad_fraction)
+    return Dataset(name, classes, train, test, 3, (size, size), mean, std, max_bad_fraction)
 
 
 def check_settings(root: str, size: int, validation: float) -> None:
@@ -120,48 +110,15 @@ def find_images(path: str | Path) -> list[Path]:
         return [start]
     if not start.is_dir():
         raise InputError(f"{path}: no such file or folder; give an image or a folder of images")
-    below = (file for file in start.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    images = sorted(file for file in below if not any(part.startswith(".") for part in file.relative_to(start).parts))
+    images = sorted(start / file for file in Store(str(start)).list_files() if file.lower().endswith(SUFFIXES))
     if not images:
         raise InputError(f"{path}: no image in it (looked for {', '.join(SUFFIXES)}); give another folder")
     return images
 
 
-def held_out(name: str, files: list[str], validation: float, seed: int) -> set[str]:
-    """The files of a class to hold out for validation: at least one, if one is left for training."""
-    count = min(max(1, round(len(files) * validation)), len(files) - 1)
-
-    def key(file: str) -> bytes:
-        return hashlib.blake2b(f"{seed}/{name}/{file}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
-
-    return set(sorted(files, key=key)[:count])
-
-
-def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> list[tuple[str, Tree]]:
-    """The training and the validation part, each with its files; a single part is split in two."""
-    if len(parts) == 2:
-        (home, first), (away, second) = parts.items()
-        unknown = sorted(set(second) - set(first))
-        if unknown:
-            lacking = f"a class that {below(top, home)} does not have"
-            raise InputError(f"{below(top, away)}/{unknown[0]}: {lacking}; add it there or remove it")
-        return [(home, first), (away, second)]
-    ((home, whole),) = parts.items()
-    held = {name: held_out(name, files, validation, seed) for name, files in whole.items()}
-    if not any(held.values()):
-        raise InputError(f"{below(top, home)}: no class has two images, one of them for validation; add a val/ folder")
-    kept = {name: [file for file in files if file not in held[name]] for name, files in whole.items()}
-    return [(home, kept), (home, {name: sorted(files) for name, files in held.items()})]
-
-
-def _paths_in_store(parts: Parts) -> list[str]:
-    trees = ((part, name, files) for part, tree in parts.items() for name, files in tree.items())
-    return [f"{part}/{name}/{file}".lstrip("/") for part, name, files in trees for file in files]
-
-
-def _check_here(top: str, listing: Listing) -> None:
+def _check_here(top: str, parts: Parts) -> None:
     """Looks for some of the files that rank 0 listed. Raises InputError if one is not on this host."""
-    for part, tree in listing[0].items():
+    for part, tree in parts.items():
         names = sorted(tree)
         for name in names[:: -(-len(names) // _LOOKED_FOR)]:
             path = f"{below(top, part)}/{name}/{tree[name][-1]}"  # the last: an interrupted copy lacks it

@@ -82,7 +82,7 @@ class Executor:
         """Searches the number of threads anew."""
 
     def close(self) -> None:
-        """Ends the processes it started."""
+        """Ends the threads that outlive an iteration."""
 
 
 class MemoryExecutor(Executor):

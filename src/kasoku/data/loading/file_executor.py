@@ -1,4 +1,4 @@
-"""Batches of images that are read, decoded and copied to the device a few batches ahead, by threads or processes."""
+"""Batches of images that are read, decoded and copied to the device a few batches ahead, by threads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ import torch
 from kasoku.core import InputError, Trace
 from kasoku.core.hardware import cores
 from kasoku.data.augment.randaugment import grey
-from kasoku.data.datasets.base import Encoded, GoneError, Items
+from kasoku.data.datasets.base import Encoded, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
 from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Pipeline
-from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool, ThreadPool, decode_chunk, result
+from kasoku.data.loading.workers import Autotuner, Bad, ThreadPool, decode_chunk
+from kasoku.data.remote.store import GoneError
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
@@ -32,27 +33,21 @@ Moving = tuple[RawBatch, Any]  # tensors on their way to the device, and the eve
 
 
 class FileExecutor(Executor):
-    """Decodes images when they are needed. Threads live while an epoch is iterated, processes as long as this does."""
+    """Decodes images when they are needed, by threads that live while an epoch is iterated."""
 
     skipped: Skipped
 
     def __init__(self, split: Encoded, skipped: Skipped, *, side: int) -> None:
         self.split, self.skipped = split, skipped
         self.side = side  # the shorter one of the decoded images that are kept
-        self.workers = 0  # threads or processes that decode now
+        self.workers = 0  # threads that decode now
         self.cache: dict[int, np.ndarray] = {}  # decoded images; the same for all forks
         self._autotuner: Autotuner | None = None
-        self._processes: ProcessPool | None = None  # each reads the data set anew
-        self._owns_processes = True
 
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         nvjpeg.check(pipeline.decoder, pipeline.device)
-        pool = self._pool(pipeline)
-        try:
+        with closing(self._pool(pipeline)) as pool:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))
-        finally:
-            if isinstance(pool, ThreadPool):
-                pool.close()
 
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
         """Reads this rank's images of the next batch, and decodes those whose pixels are kept."""
@@ -75,18 +70,13 @@ class FileExecutor(Executor):
                 task.result()
 
     def fork(self) -> FileExecutor:
-        """Shares the decoded images and the processes there are; skips for itself."""
+        """Shares the decoded images; skips for itself."""
         twin = FileExecutor(self.split, copy.deepcopy(self.skipped), side=self.side)
-        twin.cache, twin._processes = self.cache, self._processes
-        twin._owns_processes = self._processes is None
+        twin.cache = self.cache
         return twin
 
     def restart_autotuner(self) -> None:
         self._autotuner = None
-
-    def close(self) -> None:
-        if self._processes and self._owns_processes:
-            self._processes.close()
 
     def cached(self, index: int) -> np.ndarray:
         """One decoded image, kept; what was pixels already is not kept a second time."""
@@ -98,22 +88,18 @@ class FileExecutor(Executor):
             source = self.cache[index] = decode(source, self.side, name=self.split.name(index))
         return source
 
-    def tune(self, pool: Pool, batch_s: float, waited_s: float) -> None:
+    def tune(self, pool: ThreadPool, batch_s: float, waited_s: float) -> None:
         """After a batch: has another number of threads tried now and then, unless the number is set."""
-        if self._autotuner and isinstance(pool, ThreadPool):
+        if self._autotuner:
             pool.resize(self._autotuner.batch(batch_s, waited_s))
             self.workers = self._autotuner.size
 
-    def _pool(self, pipeline: Pipeline) -> Pool:
-        if isinstance(self.split, Items) and self.split.processes:
-            self.workers = self.split.processes
-            self._processes = self._processes or ProcessPool(self.split)
-            return self._processes
+    def _pool(self, pipeline: Pipeline) -> ThreadPool:
         if pipeline.threads:
             self.workers, self._autotuner = pipeline.threads, None
             return ThreadPool(pipeline.threads)
         if self._autotuner is None:
-            own = max(1, cores() // pipeline.cores_shared_by)
+            own = max(1, cores() // pipeline.cores_shared_by, getattr(self.split, "processes", 0))
             self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
         self.workers = self._autotuner.size
         return ThreadPool(self.workers)
@@ -122,7 +108,9 @@ class FileExecutor(Executor):
 class _Iteration:
     """The batches of one iteration: submitted to the pool, waited for, finished, sent to the device."""
 
-    def __init__(self, executor: FileExecutor, pipeline: Pipeline, epoch: int, pool: Pool, trace: Trace | None) -> None:
+    def __init__(
+        self, executor: FileExecutor, pipeline: Pipeline, epoch: int, pool: ThreadPool, trace: Trace | None
+    ) -> None:
         self.executor, self.pipeline, self.epoch, self.pool, self.trace = executor, pipeline, epoch, pool, trace
         self.split, self.skipped = executor.split, executor.skipped
         self.size, self.device = pipeline.dataset.image_size, pipeline.device
@@ -180,9 +168,6 @@ class _Iteration:
         crops = self.pipeline.crops(index_N, self.epoch)
         step = max(1, min(_CHUNK, -(-len(index) // max(1, self.executor.workers))))
         cuts = [slice(start, start + step) for start in range(0, len(index), step)]
-        if isinstance(self.pool, ProcessPool):
-            chunks = [self.pool.submit(index[cut], crops[cut], self.size) for cut in cuts]
-            return PendingBatch(images_NHWC, index_N, cuts, chunks)
         jpegs = nvjpeg.Jpegs(self.size, self.device) if self.pipeline.decoder == "nvjpeg" else None
         name, submit = self.split.name, self.pool.submit
         tasks = [submit(decode_chunk, out_NHWC[cut], index[cut], crops[cut], self._source, name, jpegs) for cut in cuts]
@@ -200,7 +185,7 @@ class _Iteration:
         if waiting:
             with self._span("input", f"{sum(batch.ready for batch in waiting)} batches ready"):
                 for chunk in waiting[0].chunks:
-                    result(chunk)
+                    chunk.result()
         return time.perf_counter() - begin_s
 
     def _send(self, batch: PendingBatch) -> Moving:
@@ -235,10 +220,7 @@ class _Iteration:
         """A decoded batch. In place of a bad image training shows the next good one; a test leaves it out."""
         bad: Bad = {}
         for cut, chunk in zip(batch.cuts, batch.chunks, strict=True):
-            decoded_NHWC, errors = result(chunk)
-            if isinstance(self.pool, ProcessPool):
-                batch.images_NHWC[cut] = torch.from_numpy(decoded_NHWC)
-            bad |= {cut.start + row: error for row, error in errors.items()}
+            bad |= {cut.start + row: error for row, error in chunk.result().items()}
         if batch.jpegs:
             failed = batch.jpegs.decode()
             for row, index in enumerate(batch.index_N.tolist()):
@@ -261,7 +243,7 @@ class _Iteration:
     def _crop(self, index: int, image_HWC: torch.Tensor) -> str | None:
         """Decodes an image into image_HWC, now and on the CPU; returns what is wrong with it."""
         crops = self.pipeline.crops(torch.tensor([index]), self.epoch)
-        return decode_chunk(image_HWC.numpy()[None], [index], crops, self._source, self.split.name)[1].get(0)
+        return decode_chunk(image_HWC.numpy()[None], [index], crops, self._source, self.split.name).get(0)
 
     def _replacement(self, index: int, image_HWC: torch.Tensor) -> int:
         """The next image that can be decoded, written in place of this one."""
@@ -281,7 +263,7 @@ class PendingBatch:
     images_NHWC: torch.Tensor  # noqa: N815
     index_N: torch.Tensor  # noqa: N815
     cuts: list[slice]
-    chunks: list[Future[Chunk]]
+    chunks: list[Future[Bad]]
     jpegs: nvjpeg.Jpegs | None = None
 
     @property
@@ -291,4 +273,4 @@ class PendingBatch:
     @property
     def good(self) -> bool:
         """Decoded, every image of it; what the GPU decodes may still fail."""
-        return self.ready and not self.jpegs and not any(c.exception() or c.result()[1] for c in self.chunks)
+        return self.ready and not self.jpegs and not any(chunk.exception() or chunk.result() for chunk in self.chunks)

@@ -12,11 +12,12 @@ import torch
 
 from kasoku.core import Batch, Comm, InputError, Trace
 from kasoku.data.augment.basic import normalise, stored_side
-from kasoku.data.datasets.base import Dataset, GoneError, Memory
+from kasoku.data.datasets.base import Dataset, Memory
 from kasoku.data.decode.decode import read_image
 from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Skipped
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
+from kasoku.data.remote.store import GoneError
 
 _EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
 
@@ -240,7 +241,7 @@ class Loader:
         self.executor.warm(self.pipeline, self.epoch, self.position)
 
     def close(self) -> None:
-        """Ends the processes that read for this loader; threads end with each iteration."""
+        """Ends the threads that decode for its `members`; others end with each iteration."""
         self.executor.close()
 
 

@@ -32,9 +32,7 @@ class Pipeline:
             a loader's `position` and len() count parts.
         fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
         min_last: where images come in order, fewer than this that are left at the end join the batch before.
-        decoder: "nvjpeg" has the GPU decode those JPEGs that are baseline, upright, grey or YCbCr; threads only read
-            them. The rest is decoded as ever, and by `processes` everything. Nothing is kept; colours differ a little
-            from the CPU's. Needs a CUDA device and torchvision.
+        decoder: cpu, or nvjpeg: see `Decoding`.
         threads: how many decode. 0: tuned by measuring, from the usable cores on.
         cores_shared_by: how many loaders of this machine share its cores.
         cache_bytes: a set whose decoded images fit is decoded once, to a little more than the size that is wanted, and

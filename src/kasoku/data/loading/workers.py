@@ -1,35 +1,29 @@
-"""Workers that read and decode images: threads, their number tuned while training goes on, or processes."""
+"""Threads that read and decode images; their number is tuned while training goes on."""
 
 from __future__ import annotations
 
 import atexit
 import math
-import multiprocessing
-import pickle
 import queue
-import signal
 import statistics
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
-import torch
 
 from kasoku.core.errors import InputError
-from kasoku.data.datasets.base import GoneError, Items
 from kasoku.data.decode.decode import crop
 from kasoku.data.decode.nvjpeg import Jpegs
 from kasoku.data.loading.pipeline import Crop
+from kasoku.data.remote.store import GoneError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Bad = dict[int, str]  # row of a chunk -> what is wrong with its image
-Chunk = tuple[np.ndarray, Bad]  # some images of a batch, decoded
+Bad = dict[int, str]  # row of a part of a batch -> what is wrong with its image
 
 _PERIOD = 8  # batches between two decisions, at first
 _RARE = 512  # at last
@@ -37,7 +31,6 @@ _GAIN = 0.98  # batches come in less than this share of the time: a change was w
 _WAITING = 0.05  # of the time of a batch: the input is what is waited for
 _END_S = 1.0  # that is waited for threads when Python ends
 _POOLS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
-_SPLIT: list[Items] = []  # of a process that decodes
 
 
 @atexit.register
@@ -110,8 +103,8 @@ def decode_chunk(
     read: Callable[[int], bytes | np.ndarray],
     name: Callable[[int], str],
     jpegs: Jpegs | None = None,
-) -> Chunk:
-    """Crops images into out_NHWC; returns it, and what is wrong with those that cannot be read or decoded.
+) -> Bad:
+    """Crops images into out_NHWC; returns what is wrong with those that cannot be read or decoded.
 
     A source that is gone is no bad image: GoneError is raised.
     """
@@ -125,55 +118,7 @@ def decode_chunk(
             raise
         except InputError as error:
             bad[row] = str(error)
-    return out_NHWC, bad
-
-
-class ProcessPool:
-    """Processes that decode, for data sets in Python whose own code holds the interpreter's lock.
-
-    Each reads the data set anew, so their number stays.
-    """
-
-    def __init__(self, split: Items) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-        self._pool = ProcessPoolExecutor(split.processes, context, initializer=_start_process, initargs=(split,))
-
-    def submit(self, index: list[int], crops: list[Crop], size: tuple[int, int]) -> Future[Chunk]:
-        """A chunk that a process decodes; if the processes ended, the future holds the error."""
-        try:
-            return self._pool.submit(_decode_in_process, index, crops, size)
-        except BrokenProcessPool as error:
-            failed: Future[Chunk] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-Pool = ThreadPool | ProcessPool
-
-
-def _start_process(split: Items) -> None:
-    """Runs first in a process that decodes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the training ends its step and saves
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    _SPLIT[:] = [split]
-
-
-def _decode_in_process(index: list[int], crops: list[Crop], size: tuple[int, int]) -> Chunk:
-    out_NHWC = np.zeros((len(index), *size, 3), np.uint8)
-    return decode_chunk(out_NHWC, index, crops, _SPLIT[0].read, _SPLIT[0].name)
-
-
-def result(chunk: Future[Chunk]) -> Chunk:
-    """What a thread or a process decoded. Raises InputError where the process itself failed."""
-    try:
-        return chunk.result()
-    except (BrokenProcessPool, pickle.PicklingError) as error:
-        wanted = 'it must be picklable, fit in memory, and be made in a script below `if __name__ == "__main__":`'
-        raise InputError(f"processes: one that reads the data set ended ({error}); {wanted}") from error
+    return bad
 
 
 class Autotuner:

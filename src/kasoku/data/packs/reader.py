@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import json
-import mmap
 import os
 import re
 import zlib
@@ -20,12 +19,12 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError, one_line, say, summary
-from kasoku.data.datasets.base import Dataset, GoneError
-from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, held_out
+from kasoku.data.datasets.base import Dataset, held_out
+from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings
 from kasoku.data.decode.decode import is_image
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
 from kasoku.data.remote.cache import cache_folder, keep
-from kasoku.data.remote.store import TRIES, Store
+from kasoku.data.remote.store import TRIES, GoneError, Store
 
 _SHARD = re.compile(r"(train|val)-\d{5,}\.tar")
 _PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
@@ -92,7 +91,7 @@ class Shards:
         """The error of an image whose checksum is another one."""
         fault, advice = "are cut off or have changed", "bring that file back"
         if not self.store.local:
-            cache = f"the cache {self.store.room.folder} keeps none of them"
+            cache = f"the cache {self.store.pieces.folder} keeps none of them"
             fault, advice = f"are not those that were packed, after {TRIES} tries; {cache}", "upload that file again"
         where = f"{self.names[index]}: its bytes in {self.files[self.place_N5[index, 0]]}"
         return InputError(f"{where} {fault}: {advice} (`kasoku pack --verify` finds all such images)")
@@ -161,11 +160,8 @@ def shards(  # noqa: PLR0913
     away_K = np.array([_part(file) != "train" for file in whole.files])
     test_N = away_K[whole.place_N5[:, 0]]
     if test_N.all() or not test_N.any():  # all of one part: split off a share of each class, as in an image folder
-        names: dict[int, list[str]] = {}
-        for image, label in zip(whole.names, whole.labels_N.tolist(), strict=True):
-            names.setdefault(label, []).append(image)
-        held = set[str]().union(*(held_out(str(label), some, validation, seed) for label, some in names.items()))
-        test_N = np.array([image in held for image in whole.names])
+        labels = [str(number) for number in range(len(classes))]
+        test_N = held_out(whole.names, whole.labels_N, labels, validation, seed)
     if not test_N.any():
         raise InputError(f"{top}: no class has two images, so none can be split off for validation; add val-*.tar")
     train, test = whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
@@ -259,8 +255,7 @@ def _joined(store: Store, files: list[str], known: list[Index], raw: bool | None
         """Maps a shard into memory, read-only; it is closed with the last view of it."""
         path = os.path.join(store.shown, file)
         try:
-            with open(path, "rb") as opened:
-                return np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            return np.memmap(path, np.uint8, "r").view(np.ndarray)
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
 
@@ -318,5 +313,6 @@ def _indexed(store: Store, file: str, cache: str) -> Index:
     except (OSError, Damaged):
         index = walk(store, file)
         if not index.damaged:
-            keep(kept, index.dump())
+            with suppress(OSError):  # the cache only saves time
+                keep(kept, index.dump())
         return index

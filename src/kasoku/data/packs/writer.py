@@ -29,13 +29,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kasoku.core.errors import InputError, one_line
 from kasoku.core.files import lock, write_atomically, write_text
 from kasoku.core.hardware import cores
-from kasoku.data.datasets.base import Dataset, Encoded, GoneError
+from kasoku.data.datasets.base import Dataset, Encoded
 from kasoku.data.datasets.folder import folder
 from kasoku.data.decode.decode import SUFFIXES, decode, upright
 from kasoku.data.loading.shuffle import order
 from kasoku.data.packs.reader import pack_facts, pack_index, shards
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member
-from kasoku.data.remote.store import Store, is_remote
+from kasoku.data.remote.store import GoneError, Store, is_remote
 
 _SETTINGS = ("side", "format", "quality", "shard_bytes", "classes", "source")  # must not change when a run is resumed
 _ESTIMATED = 64  # images
@@ -141,8 +141,6 @@ def verify(target: str) -> str:
     except Damaged as damaged:
         advice = "fetch the pack anew, or remove this .tar and its .npz and run the same `kasoku pack`"
         raise InputError(f"{top}/{damaged}; {advice}") from damaged
-    finally:
-        store.close()
     return f"{images:,} images in {len(facts['shards'])} shards are whole"
 
 

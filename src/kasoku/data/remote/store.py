@@ -3,38 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import importlib
 import os
 import re
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, one_line, say
 from kasoku.core.files import open_regular, scan
-from kasoku.data.datasets.base import GoneError, warn_left_out
-from kasoku.data.remote.cache import Copy, Room, cache_folder
+from kasoku.data.decode.decode import SUFFIXES
+from kasoku.data.remote.cache import Pieces, cache_folder
 
 _REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line must not look like a stall
-_PATIENCE_S = 60.0  # a request is repeated for so long if the source does not answer
+_PATIENCE_S = 60.0  # a read is repeated for so long if the source does not answer
 TRIES = 4  # to read bytes that are intact
 _REQUEST_S = 20.0  # a longer request is cancelled and sent again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0  # between tries; each wait is twice the one before
-_OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
-_LISTING, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
+_OPEN = 128  # local files that stay open
+AT_ONCE, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
 
+_OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_OF_THE_FILE |= {errno.EINVAL, errno.ENXIO}  # pipes, devices, sockets
 T = TypeVar("T")
+Names = tuple[list[str], list[str]]  # of the folders and of the files in a folder, both sorted
+
+
+class GoneError(InputError):
+    """A source no longer answers. No single image is at fault, so none is skipped."""
+
+    gone = True
 
 
 def is_remote(root: str) -> bool:
     """Whether a root is an address ("s3://bucket/folder") and not a folder of this machine."""
     return "://" in root and not root.startswith("file://")
+
+
+def below(folder: str, name: str) -> str:
+    """The path of what has this name in a folder; the other one where one of the two is empty."""
+    return f"{folder}/{name}" if folder and name else folder or name
 
 
 class Store:
@@ -50,15 +65,14 @@ class Store:
     Errors: InputError for a missing file, folder or package; GoneError for a source that refuses or does not answer.
     """
 
-    def __init__(self, root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> None:
+    def __init__(self, root: str, cache: str = "", cache_bytes: int = 64 * 2**30) -> None:
         if cache_bytes < 0:
             raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
         where = os.path.expandvars(root)
         self.local = not is_remote(where)
-        self._open: dict[str, int] = {}  # local files; not closed while another thread may be reading, as at exit
-        weakref.finalize(self, _close_all, self._open).atexit = False
-        self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
-        self._copies: dict[str, Copy] = {}
+        self._arguments = root, cache, cache_bytes
+        self._opened = lru_cache(_OPEN)(_Opened)  # opening a file on a network disk takes as long as a read
+        self.states: dict[str, tuple[int, str]] = {}  # size and version of remote files, as far as they are known
         self._far = None if self.local else _Far(where)
         if self._far is None:
             self.shown = os.path.realpath(os.path.expanduser(where.removeprefix("file://")))
@@ -66,30 +80,42 @@ class Store:
                 raise InputError(f"root={root}: no such folder; give a folder, or an address such as s3://bucket/set")
             return
         self.shown = self._far.shown
-        self._cached = cache_bytes > 0
         digest = hashlib.sha256(os.fsencode(where.rstrip("/"))).hexdigest()[:20]
-        self.room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self.shown)
+        self.pieces = Pieces(cache_folder(cache) / f"pieces-{digest}", cache_bytes, self.shown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, self._arguments
+
+    def look(self, folder: str) -> Names:
+        """The folders and the files in a folder below the root ("" for the root), sorted, without hidden ones."""
+        if self._far:
+            folders, infos = self._far.look(folder)
+            self.states |= {path: _state(info) for path, info in infos.items() if info.get("size") is not None}
+            return folders, sorted(path.rpartition("/")[2] for path in infos)
+        path = below(self.shown, folder)
+        try:
+            folders, files, others = scan(path)
+        except OSError as error:
+            _refuse(error)
+        others = [name for name in others if name.lower().endswith((".tar", *SUFFIXES))]
+        for name in others[:3]:
+            say(one_line(f"{path}/{name}: not a regular file; left out"))
+        if len(others) > 3:
+            say(one_line(f"{path}: {len(others) - 3} more are left out"))
+        return folders, files
 
     def list_files(self) -> list[str]:
         """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
-        if self._far:
-            entries = self._far.list_files()
-            self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
-            return sorted(entries)
-        files, folders, seen = list[str](), [""], set[tuple[int, int]]()
-        while folders:
-            folder = folders.pop()
-            try:
-                state = os.stat(f"{self.shown}/{folder}")
-                if (state.st_dev, state.st_ino) in seen:  # a link to a folder that was listed
-                    continue
-                seen.add((state.st_dev, state.st_ino))
-                below, names, others, _ = scan(f"{self.shown}/{folder}")
-            except OSError as error:
-                _refuse(error)
-            folders += [f"{folder}{name}/" for name in below]
-            files += [f"{folder}{name}" for name in names]
-            warn_left_out(f"{self.shown}/{folder}"[:-1], [name for name in others if name.lower().endswith(".tar")])
+        files, folders, seen = list[str](), [""], {self.shown}
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kasoku-list") as pool:
+            while folders:
+                listed = list(zip(folders, pool.map(self.look, folders), strict=True))
+                files += [below(folder, name) for folder, (_, names) in listed for name in names]
+                folders = [below(folder, name) for folder, (names, _) in listed for name in names]
+                if self.local:  # links may lead to a folder that was listed
+                    places = {os.path.realpath(f"{self.shown}/{folder}"): folder for folder in reversed(folders)}
+                    folders = [folder for place, folder in places.items() if place not in seen]
+                    seen |= places.keys()
         return sorted(files)
 
     def size(self, path: str) -> int:
@@ -109,33 +135,35 @@ class Store:
         """
         if self._far:
             return self._read_far(self._far, path, start, stop, intact)
-        parts, kept = [], self._open.get(path)
-        try:
-            file = open_regular(f"{self.shown}/{path}") if kept is None else kept
+        where, until = os.path.join(self.shown, path), time.monotonic() + _PATIENCE_S
+        while True:
             try:
-                stop = os.fstat(file).st_size if stop is None else stop
-                while start < stop and (part := os.pread(file, min(stop - start, 2**30), start)):
+                file = _Opened(where) if stop is None else self._opened(where)
+                end, at, parts = os.fstat(file.number).st_size if stop is None else stop, start, []
+                while at < end and (part := os.pread(file.number, min(end - at, 2**30), at)):
                     parts.append(part)
-                    start += len(part)
-            finally:  # the first files stay open: opening one on a network disk takes as long as a read
-                if kept is None and (len(self._open) >= _OPEN or self._open.setdefault(path, file) != file):
-                    os.close(file)
-        except OSError as error:
-            error.filename = f"{self.shown}/{path}"
-            _refuse(error)
-        return b"".join(parts)
+                    at += len(part)
+                return b"".join(parts)
+            except OSError as error:
+                error.filename = where
+                if error.errno in _OF_THE_FILE:
+                    _refuse(error)
+                if time.monotonic() > until:
+                    raise GoneError(f"{where}: no answer for {_PATIENCE_S:g} s ({error.strerror})") from error
+            self.close()
+            time.sleep(_FIRST_WAIT_S)
 
     def _read_far(self, far: _Far, path: str, start: int, stop: int | None, intact: Callable[[bytes], bool]) -> bytes:
-        size, copy = self.size(path), self._copy(path)
-        stop = size if stop is None else min(stop, size)
+        size, version = self._known(path)
+        file, stop = f"{size} {version} {path}", size if stop is None else min(stop, size)
         for attempt in range(TRIES):
             if attempt:  # the cache may hold the bad bytes, and a proxy may soon answer again
                 time.sleep(_FIRST_WAIT_S * 2 ** (attempt - 1))
             at, parts, fetched = start, [], []
             while at < stop:
-                part, gap_end = copy.read(at, stop) if self._cached and not attempt else (b"", stop)
+                part = b"" if attempt else self.pieces.read(file, at, stop)
                 if not part:
-                    first, data = far.read(path, at, min(gap_end, at + _REQUEST_BYTES), size)
+                    first, data = far.read(path, at, min(stop, at + _REQUEST_BYTES), size)
                     fetched.append((first, data))
                     part = data[at - first : stop - first]
                 parts.append(part)
@@ -143,20 +171,9 @@ class Store:
             whole = b"".join(parts)
             if intact(whole):
                 for first, data in fetched:
-                    copy.keep(first, data)
+                    self.pieces.keep(file, first, data)
                 break
         return whole
-
-    def _copy(self, path: str) -> Copy:
-        """The pieces of a remote file in the cache."""
-        copy = self._copies.get(path)
-        if copy is None:
-            size, version = self._known(path)
-            digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
-            copy = Copy(self.room.folder / digest[:2] / digest[2:24], size, self.room)
-            if len(self._copies) < _COPIES:
-                copy = self._copies.setdefault(path, copy)  # another thread may have been faster
-        return copy
 
     def _known(self, path: str) -> tuple[int, str]:
         """Size and version of a file; a remote source is asked once."""
@@ -166,22 +183,28 @@ class Store:
             except OSError as error:
                 _refuse(error)
             return state.st_size, str(state.st_mtime_ns)
-        if path not in self._states:
-            self._states[path] = _state(self._far.info(path))
-        return self._states[path]
+        if path not in self.states:
+            self.states[path] = _state(self._far.info(path))
+        return self.states[path]
 
-    def facts(self, paths: Iterable[str]) -> list[tuple[int, str] | None]:
-        """Size and version of each remote file; None if they are not known yet. Sends no request."""
-        return [self._states.get(path) for path in paths]
-
-    def learn(self, paths: Iterable[str], facts: Iterable[Sequence[Any] | None]) -> None:
-        """Adds the `facts` of another process's store of the same root, which saves requests."""
-        pairs = zip(paths, facts, strict=True)
-        self._states.update((path, (int(fact[0]), str(fact[1]))) for path, fact in pairs if fact)
+    def learn(self, states: dict[str, Any]) -> None:
+        """Adds the `states` of another process's store of the same root, which saves requests."""
+        self.states |= {path: (int(size), str(version)) for path, (size, version) in states.items()}
 
     def close(self) -> None:
-        """Closes the local files that stayed open; no thread may be reading."""
-        _close_all(self._open)
+        """Closes local files that stayed open, as soon as no thread reads them."""
+        self._opened.cache_clear()
+
+
+class _Opened:
+    """A regular file that is open until nobody refers to it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.number = open_regular(path)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
 
 
 class _Far:
@@ -204,26 +227,20 @@ class _Far:
         self._top = str(top).rstrip("/")
         self._gave_up_s = 0.0  # when a request last gave up; older requests then give up at their next failure
 
-    def list_files(self) -> dict[str, dict[str, Any]]:
-        """The info of each file by its path. fsspec's find() would skip folders that it cannot list."""
-
-        def list_folder(folder: str) -> Any:
-            limit_s, where = _PATIENCE_S, folder[len(self._top) + 1 :]  # a large folder takes many requests
-            return self._ask(where, lambda _: self._request(limit_s, "ls", folder or "/", detail=True))
-
-        files, folders, seen = {}, [self._top], {self._top}
-        with ThreadPoolExecutor(_LISTING, thread_name_prefix="kasoku-list") as pool:
-            while folders:
-                below: dict[str, None] = {}
-                for info in (info for entries in pool.map(list_folder, folders) for info in entries):
-                    name, path = str(info["name"]), self._path(str(info["name"]))
-                    if path and (info.get("type") == "directory" or name.endswith("/")):
-                        below[name.rstrip("/")] = None
-                    elif path:
-                        files[path] = info
-                folders = [name for name in below if name not in seen]
-                seen.update(folders)
-        return files
+    def look(self, folder: str) -> tuple[list[str], dict[str, dict[str, Any]]]:
+        """The names of the folders in a folder, sorted, and the info of each file in it by its path."""
+        address, limit_s = self._address(folder).rstrip("/") or "/", _PATIENCE_S  # a large folder takes many requests
+        folders, files = set[str](), dict[str, dict[str, Any]]()
+        for info in self._ask(folder, lambda _: self._request(limit_s, "ls", address, detail=True)):
+            name, path = str(info["name"]), self._path(str(info["name"]))
+            parent, _, last = path.rpartition("/")
+            if not path or parent != folder:
+                continue
+            if info.get("type") == "directory" or name.endswith("/"):
+                folders.add(last)
+            else:
+                files[path] = info
+        return sorted(folders), files
 
     def info(self, path: str) -> dict[str, Any]:
         """The info of a file. Raises InputError if it has no size."""
@@ -301,11 +318,6 @@ class _Far:
             answer.cancel()  # if it hangs, closes its connection
 
 
-def _close_all(files: dict[str, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])
-
-
 def _refuse(error: OSError) -> NoReturn:
     raise InputError(f"{error.filename}: cannot be read ({error.strerror}); mend or remove it") from error
 
@@ -318,3 +330,6 @@ def _state(info: dict[str, Any]) -> tuple[int, str]:
 
 def _plain(text: object) -> str:  # its first line, without a password
     return re.sub(r"(?<!abfs:)(?<!abfss:)//[^/@\s]*@", "//", str(text).strip().partition("\n")[0])
+
+
+HERE = Store(os.sep)  # files of this machine, by absolute paths
