@@ -57,15 +57,17 @@ def test_mean_and_std_are_measured_on_the_training_images():
 
 
 @pytest.mark.parametrize("layout", [made.SMALL10, made.SMALL100], ids=["cifar10", "cifar100"])
-def test_cifar_files_give_their_images_labels_and_names(tmp_path, layout):
-    made.write_binary(layout, tmp_path / "b" / layout.folder)
-    d, files = load(layout, str(tmp_path / "b")), list(made.pixels(layout))
-    assert same(d.train, load(layout, str(tmp_path / "b" / layout.folder)).train)
-    assert d.classes == tuple(made.names(layout))
-    for part, stored in ((d.train, files[:-1]), (d.test, files[-1:])):
-        assert np.array_equal(part.images_NHWC, np.concatenate([x for _, x, _ in stored]).transpose(0, 2, 3, 1))
-        assert part.labels_N.tolist() == np.concatenate([y for _, _, y in stored]).tolist()
-        assert part.images_NHWC.is_contiguous()
+def test_both_cifar_formats_give_the_same_images_labels_and_names(tmp_path, layout):
+    made.write_binary(layout, tmp_path / "b" / layout.folders[0])
+    made.write_python(layout, tmp_path / "p" / layout.folders[1])
+    binary, python = load(layout, str(tmp_path / "b")), load(layout, str(tmp_path / "p" / layout.folders[1]))
+    assert same(binary.train, python.train)
+    assert same(binary.test, python.test)
+    assert binary.classes == python.classes == tuple(made.names(layout))
+    _, pixels_N3HW, labels_N = next(made.pixels(layout))
+    assert binary.train.images_NHWC[3].numpy().tolist() == pixels_N3HW[3].transpose(1, 2, 0).tolist()
+    assert binary.train.labels_N[: len(labels_N)].tolist() == labels_N.tolist()
+    assert binary.train.images_NHWC.is_contiguous()
 
 
 def test_cifar_without_its_names_file_numbers_the_classes(tmp_path):
@@ -86,12 +88,20 @@ def test_real_cifar10_survives_the_binary_format(tmp_path, monkeypatch, real_dat
     labels_N = np.fromfile(real_data / "cifar10" / "test_00.labels", np.uint8)
     record_NB = np.concatenate([labels_N[:, None], tiles_N3HW.reshape(1000, -1)], 1)
     for stem, part in zip((*CIFAR10.train, CIFAR10.test), np.split(record_NB[:600], 6), strict=True):
-        part.tofile(tmp_path / stem)
+        part.tofile(tmp_path / f"{stem}.bin")
     monkeypatch.setattr(cifar, "CIFAR10", made.replace(CIFAR10, train_images=100, test_images=100))
     d = cifar10(str(tmp_path))
     assert d.train.images_NHWC[51].numpy().tolist() == mosaic[32:64, 32:64].tolist()
     assert d.train.labels_N.tolist() == labels_N[:500].tolist()
     assert d.mean == pytest.approx((0.491, 0.482, 0.447), abs=0.03)
+
+
+def test_a_hostile_pickle_is_refused_and_does_not_run(tmp_path):
+    made.write_python(made.SMALL10, tmp_path / "x")
+    (tmp_path / "x" / "data_batch_2").write_bytes(made.hostile_pickle(tmp_path / "owned"))
+    with pytest.raises(InputError, match=r"data_batch_2: .*asks for \w+\.open.*refused"):
+        load(made.SMALL10, str(tmp_path / "x"))
+    assert not (tmp_path / "owned").exists()
 
 
 def cut(path, keep):
@@ -124,13 +134,41 @@ def test_a_damaged_cifar_binary_is_one_clear_line(tmp_path, damage, message):
     assert "\n" not in str(caught.value)
 
 
+def rewrite(path, **changes):
+    stored = {**cifar.unpickled(path), **{key.encode(): value for key, value in changes.items()}}
+    path.write_bytes(made.pickle.dumps(stored, protocol=2))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: cut(p, 5000), "data_batch_1: cannot be read as a CIFAR python file"),
+        (lambda p: cut(p, 0), "data_batch_1: cannot be read as a CIFAR python file"),
+        (lambda p: p.write_bytes(made.pickle.dumps([1], protocol=2)), "holds a list, expected a dictionary"),
+        (
+            lambda p: rewrite(p, data=np.zeros((7, 3072), np.uint8)),
+            r"'data' is uint8 \(7, 3072\), expected uint8 \(20, 3072\), 61440 bytes",
+        ),
+        (lambda p: rewrite(p, data=None), "'data' is NoneType"),
+        (lambda p: rewrite(p, labels=[0] * 19), "'labels' is no list of 20"),
+        (lambda p: rewrite(p, labels=[0] * 19 + [-1]), "image 19 has label -1, allowed are 0 to 9"),
+    ],
+)
+def test_a_damaged_cifar_pickle_is_one_clear_line(tmp_path, damage, message):
+    made.write_python(made.SMALL10, tmp_path / "x")
+    damage(tmp_path / "x" / "data_batch_1")
+    with pytest.raises(InputError, match=message) as caught:
+        load(made.SMALL10, str(tmp_path / "x"))
+    assert "\n" not in str(caught.value)
+
+
 # ---- where data is looked for
 
 
 def test_missing_data_names_the_files_and_folders_looked_for(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"looked for data_batch_1\.bin.*: `kasoku data cifar10 --to DIR` downloads"):
+    with pytest.raises(InputError, match=r"looked for data_batch_1\.bin.*\(python\); give root=.*cifar-10-batches-py"):
         cifar10(str(tmp_path))
-    with pytest.raises(InputError, match=r"cifar100: no data in .*train\.bin, test\.bin \(binary\)"):
+    with pytest.raises(InputError, match=r"cifar100: no data in .*train\.bin, test\.bin \(binary\) or train, test"):
         cifar100(str(tmp_path))
     with pytest.raises(InputError, match=r"cifar10: no folder .*gone"):
         cifar10(str(tmp_path / "gone"))

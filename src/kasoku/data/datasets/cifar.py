@@ -1,12 +1,16 @@
-"""CIFAR-10 and CIFAR-100 in the official binary format."""
+"""CIFAR-10 and CIFAR-100 in the official binary and python formats."""
 
+import io
+import itertools
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, summary
 from kasoku.data.datasets.base import Dataset, Memory, check_labels, in_memory, places
 
 _PIXELS = 3 * 32 * 32
@@ -14,46 +18,49 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Layout:
-    """One official distribution: its folder, its files, and their contents."""
+    """One official distribution: its folders, its files, and their contents."""
 
     name: str
-    folder: str
-    train: tuple[str, ...]
+    folders: tuple[str, ...]
+    train: tuple[str, ...]  # names in the python format; the binary ones end with .bin
     test: str
     train_images: int  # in each training file
-    label_bytes: int  # in a record; the last one is the label
-    names: str  # the file of the classes' names
+    label_bytes: int  # in a binary record; the last one is the label
+    labels_key: bytes
+    names: tuple[str, str, bytes]  # the classes' names: binary file, python file, key in it
     classes: int
     test_images: int = 10_000
 
 
 CIFAR10 = Layout(
     name="cifar10",
-    folder="cifar-10-batches-bin",
-    train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-    test="test_batch.bin",
+    folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
+    train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+    test="test_batch",
     train_images=10_000,
     label_bytes=1,
-    names="batches.meta.txt",
+    labels_key=b"labels",
+    names=("batches.meta.txt", "batches.meta", b"label_names"),
     classes=10,
 )
 CIFAR100 = Layout(
     name="cifar100",
-    folder="cifar-100-binary",
-    train=("train.bin",),
-    test="test.bin",
+    folders=("cifar-100-binary", "cifar-100-python"),
+    train=("train",),
+    test="test",
     train_images=50_000,
     label_bytes=2,
-    names="fine_label_names.txt",
+    labels_key=b"fine_labels",
+    names=("fine_label_names.txt", "meta", b"fine_label_names"),
     classes=100,
 )
 
 
 def cifar10(root: str = "") -> Dataset:
-    """CIFAR-10: 50,000 + 10,000 colour images, 32x32, 10 classes, from the official binary files.
+    """CIFAR-10: 50,000 + 10,000 colour images, 32x32, 10 classes, from the official binary or python files.
 
     Args:
-        root: the folder of cifar-10-batches-bin/, or this one; empty: $KASOKU_DATA/cifar10.
+        root: the folder of cifar-10-batches-bin/ or -py/, or one of these; empty: $KASOKU_DATA/cifar10.
 
     Errors: InputError for a missing, truncated or damaged file and for a label out of range.
     """
@@ -61,10 +68,10 @@ def cifar10(root: str = "") -> Dataset:
 
 
 def cifar100(root: str = "") -> Dataset:
-    """CIFAR-100: 50,000 + 10,000 colour images, 32x32, 100 fine classes, from the official binary files.
+    """CIFAR-100: 50,000 + 10,000 colour images, 32x32, 100 fine classes, from the official binary or python files.
 
     Args:
-        root: the folder of cifar-100-binary/, or this one; empty: $KASOKU_DATA/cifar100.
+        root: the folder of cifar-100-binary/ or cifar-100-python/, or one of these; empty: $KASOKU_DATA/cifar100.
 
     Errors: as of cifar10.
     """
@@ -72,33 +79,92 @@ def cifar100(root: str = "") -> Dataset:
 
 
 def load(layout: Layout, root: str) -> Dataset:
-    """Data set read from the first folder that holds files of the layout; without names the classes are numbers."""
-    tried, files = places(root, layout.name, (layout.folder,)), (*layout.train, layout.test)
-    folder = next((place for place in tried if any((place / file).is_file() for file in files)), None)
-    if folder is None:
-        advice = f"`kasoku data {layout.name} --to DIR` downloads them; python's pickled files are not read"
-        looked = f"looked for {', '.join(files)} (binary)"
-        raise InputError(f"{layout.name}: no data in {', '.join(map(str, tried))}; {looked}: {advice}")
-    missing = [file for file in files if not (folder / file).is_file()]
-    if missing:
-        raise InputError(f"{folder / missing[0]}: missing; {layout.name} needs {', '.join(files)}")
-    train = [_read(folder / file, layout, layout.train_images) for file in layout.train]
-    test = _read(folder / layout.test, layout, layout.test_images)
-    names = folder / layout.names
-    classes = names.read_text(encoding="utf-8", errors="replace").split() if names.is_file() else []
-    if len(classes) != layout.classes:
-        classes = [str(number) for number in range(layout.classes)]
-    images_NHWC = torch.cat([part.images_NHWC for part in train])
-    return in_memory(layout.name, classes, Memory(images_NHWC, torch.cat([part.labels_N for part in train])), test)
+    """Data set read from the first folder that holds files of the layout."""
+    tried = places(root, layout.name, layout.folders)
+    stems = (*layout.train, layout.test)
+    for folder, ending in itertools.product(tried, (".bin", "")):
+        files = [stem + ending for stem in stems]
+        missing = [file for file in files if not (folder / file).is_file()]
+        if not missing:
+            return _read_folder(layout, folder, ending)
+        if len(missing) < len(files):
+            raise InputError(f"{folder / missing[0]}: missing; {layout.name} needs {', '.join(files)}")
+    names = f"{', '.join(stem + '.bin' for stem in stems)} (binary) or {', '.join(stems)} (python)"
+    advice = f"looked for {names}; give root=<folder that holds {' or '.join(layout.folders)}>"
+    raise InputError(f"{layout.name}: no data in {', '.join(map(str, tried))}; {advice}")
 
 
-def _read(path: Path, layout: Layout, count: int) -> Memory:
+def _read_folder(layout: Layout, folder: Path, ending: str) -> Dataset:
+    """The data set of a folder in the binary (.bin) or the python format; without names the classes are numbers."""
+    read, splits = _read_binary if ending else _read_python, []
+    for stems, count in ((layout.train, layout.train_images), ((layout.test,), layout.test_images)):
+        images_NHWC = torch.empty((len(stems) * count, 32, 32, 3), dtype=torch.uint8)
+        labels_N = np.empty(len(stems) * count, np.int64)
+        for number, stem in enumerate(stems):
+            part = slice(number * count, (number + 1) * count)
+            flat_NP, labels_N[part] = read(folder / (stem + ending), layout, count)
+            pixels_N3HW = torch.from_numpy(np.array(flat_NP)).view(count, 3, 32, 32)
+            images_NHWC[part] = pixels_N3HW.permute(0, 2, 3, 1)
+            check_labels(labels_N[part], layout.classes, folder / (stem + ending))
+        splits.append(Memory(images_NHWC, torch.from_numpy(labels_N)))
+    path, names = folder / (layout.names[0] if ending else layout.names[1]), list[str]()
+    if path.is_file() and ending:
+        names = path.read_text(encoding="utf-8", errors="replace").split()
+    elif path.is_file():
+        stored = unpickled(path).get(layout.names[2], [])
+        names = [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored]
+    if len(names) != layout.classes:
+        names = [str(number) for number in range(layout.classes)]
+    return in_memory(layout.name, names, *splits)
+
+
+def _read_binary(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
     record, have = layout.label_bytes + _PIXELS, path.stat().st_size
     if have != count * record:
         got = f"{have} bytes, expected {count * record} ({count} records of {record})"
         raise InputError(f"{path}: {got}; truncated or not a {layout.name} file, get it again")
-    record_NB = torch.from_numpy(np.fromfile(path, np.uint8)).view(count, record)
-    labels_N = record_NB[:, layout.label_bytes - 1].long()
-    check_labels(labels_N.numpy(), layout.classes, path)
-    images_N3HW = record_NB[:, layout.label_bytes :].reshape(count, 3, 32, 32)
-    return Memory(images_N3HW.permute(0, 2, 3, 1).contiguous(), labels_N)
+    record_NB = np.fromfile(path, np.uint8).reshape(count, record)
+    return record_NB[:, layout.label_bytes :], record_NB[:, layout.label_bytes - 1]
+
+
+def _read_python(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
+    stored = unpickled(path)
+    pixels_NP, labels = stored.get(b"data"), stored.get(layout.labels_key)
+    if not isinstance(pixels_NP, np.ndarray) or pixels_NP.dtype != np.uint8 or pixels_NP.shape != (count, _PIXELS):
+        got = f"{pixels_NP.dtype} {pixels_NP.shape}" if isinstance(pixels_NP, np.ndarray) else type(pixels_NP).__name__
+        got += f", expected uint8 ({count}, {_PIXELS}), {count * _PIXELS} bytes"
+        raise InputError(f"{path}: 'data' is {got}; truncated or not a {layout.name} file, get it again")
+    if not isinstance(labels, list) or len(labels) != count or not all(type(label) is int for label in labels):
+        raise InputError(f"{path}: '{layout.labels_key.decode()}' is no list of {count} whole numbers; get it again")
+    return pixels_NP, np.asarray(labels)
+
+
+def unpickled(path: Path) -> dict[bytes, Any]:
+    """Unpickles the dictionary in a CIFAR python file; it may only call functions that create numpy arrays.
+
+    Errors: InputError if the file asks for anything else, is damaged, or holds no dictionary.
+    """
+    try:
+        stored = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+    except Exception as error:  # damaged bytes make the unpickler raise nearly anything
+        raise InputError(f"{path}: cannot be read as a CIFAR python file ({summary(error)}); get it again") from error
+    if not isinstance(stored, dict):
+        raise InputError(f"{path}: holds a {type(stored).__name__}, expected a dictionary; not a CIFAR python file")
+    return stored
+
+
+_new_array = np.empty(0).__reduce__()[0]  # numpy's own _reconstruct: its module has moved between versions
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _new_array,
+    ("numpy._core.multiarray", "_reconstruct"): _new_array,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # how Python 3 writes bytes into old pickle formats
+}
+
+
+class _ArraysOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise InputError(f"it asks for {module}.{name}, which no CIFAR file needs: refused")
+        return _ALLOWED[module, name]
