@@ -28,14 +28,14 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 830,
     "device": 610,
     "data": 4980,
-    "distributed": 5650,
+    "distributed": 5590,
     "memory": 2230,
     "config": 1400,
     "tune": 2000,
     "simulate": 1740,
     "report": 2400,
     "training": 2355,
-    "commands": 1905,
+    "commands": 1920,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
