@@ -34,7 +34,7 @@ def test_collectives_pass_through_unchanged_and_are_counted() -> None:
 
 
 def _report(started: int, waits: str = "", labels: dict[str, str] | None = None) -> dict[str, object]:
-    return {"counts": {"": {"started": started, "waits": waits, "labels": labels or {}}}}
+    return {"counts": {"": {"started": started, "waits": waits, "labels": labels or {}}}, "rests": False}
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,45 @@ def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy() -> None:
     assert ranks.only_line(0).startswith("no step for ")
 
 
+@pytest.mark.parametrize("at_rest", [[0, 1], [2, 3]], ids=["first", "last"])
+def test_a_rank_that_hangs_is_named_while_others_have_made_all_their_steps(at_rest: list[int]) -> None:
+    """Two groups of two ranks: one waits for the other, in which a rank does not join a collective."""
+    ranks = Heartbeats(4, Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
+    groups = [[0, 1], [2, 3]]
+    for rank, heartbeat in enumerate(ranks.heartbeats):
+        CountingComm(Never(), heartbeat.activity).gather_objects(rank)
+        comm = CountingComm(Never(), heartbeat.activity, groups[rank // 2])
+        meeting = CountingComm(Never(), heartbeat.activity)
+        for _ in range(5 + rank // 2):
+            comm.all_reduce(torch.ones(1000)).wait()
+        heartbeat.activity.step()
+        if rank in at_rest:
+            heartbeat.activity.rest()
+            meeting.gather_objects(rank)
+        elif rank % 2:
+            comm.all_reduce(torch.ones(7))
+    ranks.run(2.0)
+    assert not any(ranks.lines.values())
+    ranks.run(2.0)
+    late, ahead = sorted({0, 1, 2, 3} - {*at_rest})
+    label = f"all_reduce #{6 + late // 2} of 7 float32 on channel 1 of ranks {late}, {ahead}"
+    wanted = f"rank {late} {HERE} has not joined {label}, which rank {ahead} {HERE} has started"
+    for rank in range(4):
+        assert re.fullmatch(rf"no step for [234] s: {re.escape(wanted)}", ranks.only_line(rank))
+
+
+def test_no_rank_hangs_where_all_have_made_all_their_steps() -> None:
+    ranks = Heartbeats(2, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
+    ranks.step()
+    for heartbeat in ranks.heartbeats:
+        heartbeat.activity.rest()
+    ranks.run(5)
+    assert not any(ranks.lines.values())
+    ranks.step()  # of another training
+    ranks.run(3)
+    assert ranks.only_line(0).startswith("no step for ")
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_a_normal_end_in_any_order_is_silent(order: tuple[int, ...]) -> None:
     ranks = Heartbeats(3)

@@ -1,5 +1,6 @@
 """Asynchronous beside what acts within a step: nodes whose ranks step together, BatchNorm groups, loss scales, EMA."""
 
+import itertools
 import socket
 from typing import Any
 
@@ -165,6 +166,50 @@ def test_synchronous_phases_start_from_the_smallest_loss_scale():
 
     for rank, scales in enumerate(Threads(SIZE).run(run)):
         assert scales == [2.0 ** (10 + rank)] * 4 + [2.0**10] * 2
+
+
+def test_ranks_agree_on_a_loss_scale_where_a_phase_begins_not_in_a_loss():
+    """So a loss may be computed on one rank alone, or on none."""
+
+    def run(comm: Comm) -> tuple[float, float]:
+        job = make(nodes(finish=1.0), LossScale(), model=Net(**PLAIN), comm=comm)
+        (x_NCHW, y_N), scaler = job.plain_loader.batches[0], job.kept("loss_scale")
+        scaler.scale = 2.0 ** (10 + comm.rank)
+        train_alone(job, 4)
+        outputs = job.model(x_NCHW)  # the phase begins
+        agreed = scaler.scale
+        if comm.rank == 1:
+            job.loss(outputs, y_N)
+        return agreed, scaler.scale
+
+    assert Threads(SIZE).run(run) == [(2.0**10, 2.0**10)] * SIZE
+
+
+class Sometimes(Net):
+    """On ranks below the number of the step, only the bias of its head has a gradient."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(**PLAIN)
+        self.calls, self.rank = 0, rank
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        out, self.calls = super().forward(x_NCHW), self.calls + 1
+        return out if self.calls <= self.rank else out.detach() + self.head.bias
+
+
+def test_synchronous_phases_skip_what_nodes_skip():
+    def run(comm: Comm) -> list[Tensor]:
+        beside, seen = Overlap(GROUPS, unused="skip"), []
+        job = make(nodes(warmup=1.0), beside, model=Sometimes(comm.rank), comm=comm)
+        train(job, 4, each=lambda: seen.append(whole(job)))
+        return seen
+
+    ranks = Threads(SIZE).run(run)
+    for every in zip(*ranks, strict=True):
+        assert all(torch.equal(every[0], x) for x in every[1:])
+    changed = [float((after != before).float().mean()) for before, after in itertools.pairwise(ranks[0])]
+    assert min(changed[:2]) > 0.9
+    assert 0 < changed[2] < 0.01  # only the bias has a gradient on any rank
 
 
 @pytest.mark.parametrize(("beside", "skips"), [((), [0]), ((AllReduce(),), [0, 1])], ids=["a rank", "a node"])

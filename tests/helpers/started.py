@@ -1,9 +1,11 @@
 """Whole trainings of several ranks for tests: processes on loopback, and what their run folders hold."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -55,6 +57,34 @@ def started(arguments: Sequence[str], size: int) -> list[subprocess.Popen[str]]:
         subprocess.Popen([*KASOKU, *arguments], env=clean(where | place), stderr=subprocess.PIPE, text=True)
         for place in places
     ]
+
+
+def wait_for_checkpoints(processes: Sequence[subprocess.Popen[str]], *runs: Path) -> None:
+    """Until each of these runs has a checkpoint; kills the processes if one ends before, or after two minutes."""
+    until = time.monotonic() + 120
+    while not all(list(run.glob("checkpoints/step-*")) for run in runs):
+        if time.monotonic() > until or any(process.poll() is not None for process in processes):
+            kill(processes)
+            raise AssertionError([process.returncode for process in processes])
+        time.sleep(0.005)
+
+
+def stop_by_sigterm(ranks: Sequence[subprocess.Popen[str]], run: Path, *signalled: int) -> None:
+    """Sends SIGTERM to some ranks: all must then end with code 75, and rank 0 alone says how to go on."""
+    try:
+        for rank in signalled:
+            ranks[rank].send_signal(signal.SIGTERM)
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        kill(ranks)
+    assert [rank.returncode for rank in ranks] == [75] * len(ranks), said
+    assert f"stopped by SIGTERM; go on with: kasoku train --resume {run}" in said[0]
+    assert not any("kasoku" in text for text in said[1:])
+
+
+def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def largest_difference(a: Path, b: Path) -> float:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from helpers.started import RECIPE, started
+from helpers.started import RECIPE, started, stop_by_sigterm, wait_for_checkpoints
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.core import Comm, InputError, Threads, process_start
 from kasoku.data.loading.file_executor import FileExecutor
@@ -316,20 +316,10 @@ def test_a_signal_to_the_process_of_one_rank_stops_all(tmp_path):
     settings = [s for x in (*SETTINGS, f"techniques=[{{use='{OURS}'}}]") for s in ("--set", x)]
     endless = [*settings, "--set", "epochs=10000", "--set", "evaluate.every=1", "--set", "save.every_steps=5"]
     ranks = started(["train", str(RECIPE), *endless, "--quiet", "--out", str(run)], 2)
-    try:
-        deadline = time.monotonic() + 120
-        while not list((run / "checkpoints").glob("step-*")):
-            assert time.monotonic() < deadline
-            assert ranks[0].poll() is None
-            time.sleep(0.02)
-        asked = time.monotonic()
-        ranks[1].send_signal(signal.SIGTERM)
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-        assert time.monotonic() - asked < 30
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [75, 75], said
+    wait_for_checkpoints(ranks, run)
+    asked = time.monotonic()
+    stop_by_sigterm(ranks, run, 1)
+    assert time.monotonic() - asked < 30
     step = json.loads((run / "result.json").read_text())["steps"]
     epochs = f"epochs={(step + 22) / 22:.3f}"
     again = started(["train", "--resume", str(run), "--set", epochs, "--quiet"], 2)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -15,14 +14,26 @@ from safetensors.torch import load_file
 
 from helpers.photos import coloured_photos
 from helpers.ranks import on_processes
-from helpers.started import KASOKU, RECIPE, SETTINGS, ended, largest_difference, options, started
+from helpers.started import (
+    KASOKU,
+    RECIPE,
+    SETTINGS,
+    ended,
+    largest_difference,
+    options,
+    started,
+    stop_by_sigterm,
+    wait_for_checkpoints,
+)
 from kasoku.cli import main
 from kasoku.config.from_folder import recipe_for
 from kasoku.config.ranks import gpus_for
 from kasoku.config.recipe import Recipe, load
 from kasoku.core import Comm, InputError, Solo, Threads
+from kasoku.distributed.counting_comm import RESTING, STEPPING, Activity, CountingComm
 from kasoku.training import ensemble
-from kasoku.training.run_folder import load_recipe, members_of
+from kasoku.training.run_folder import RunFolder, load_recipe, members_of
+from kasoku.training.run_state import Training
 from kasoku.training.trained_run import score_runs
 from kasoku.training.trainer import Trainer
 
@@ -76,6 +87,32 @@ def test_more_ranks_than_members_train_each_together(on_one_rank, tmp_path):
     assert Threads(4).run(lambda comm: members_on(comm, tmp_path / "four", 2)) == [None] * 4
     assert all(0 < difference < 1e-5 for difference in differences(on_one_rank, tmp_path / "four", 2))
     assert all((path / "buckets.json").is_file() for path in paths_of(tmp_path / "four", 2))
+
+
+def test_ranks_whose_member_has_ended_do_not_hide_a_hang_in_another(tmp_path, monkeypatch):
+    """The failure detector judges no hang while a rank is busy."""
+    activities: dict[int, Activity] = {}
+    states: list[bytes] = []
+    fit = ensemble.fit
+
+    def ended(training, run, **how):
+        result = fit(training, run, **how)
+        if run and run.path.name == "member-2":  # the longer one
+            states.extend(activities[rank].state() for rank in range(4))
+        return result
+
+    monkeypatch.setattr(ensemble, "fit", ended)
+
+    def rank_main(comm: Comm) -> str | None:
+        activities[comm.rank] = Activity(60.0)
+        counted = CountingComm(comm, activities[comm.rank])
+        recipes = [load(RECIPE, [*SETTINGS, f"epochs={epochs}"]) for epochs in (1, 2)]
+        paths = paths_of(tmp_path / "four", 2)
+        return ensemble.train(recipes, paths, counted, started=time.perf_counter(), quiet=True)
+
+    assert Threads(4).run(rank_main) == [None] * 4
+    assert states[:2] == [RESTING, RESTING]
+    assert states[2] == STEPPING
 
 
 def sums_on_channels(comm: Comm) -> list[float]:
@@ -219,14 +256,37 @@ def test_continue_starts_an_ensemble_or_goes_on_with_it(tmp_path, capsys):
         assert "a run of 2 members, and --members " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_continue_begins_members_anew_that_were_not_all_described(killed, tmp_path, capsys, monkeypatch):
+    """As if the training had been killed while it described its members."""
+    out, described = tmp_path / "run", list[Path]()
+
+    def describe(training: Training, run: RunFolder, import_folders: list[str]) -> None:
+        if len(described) == killed:
+            raise KeyboardInterrupt
+        described.append(run.path)
+        of_all(training, run, import_folders)
+
+    of_all = Training.describe
+    command = ["train", str(RECIPE), *options("epochs=1"), "--quiet", "--continue", "--out", str(out)]
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "describe", describe)
+        assert main([*command, "--members", "3"]) == 130
+    assert members_of(out) == described
+    if described:
+        assert main(["train", "--resume", str(out)]) == 2
+        assert f"{out}: 3 members, of which {killed} were begun: start all of them" in capsys.readouterr().err
+    assert main([*command, "--members", "3"]) == 0
+    assert all((path / "result.json").is_file() for path in paths_of(out, 3))
+    assert main(["train", "--resume", str(out)]) == 0
+    assert main([*command, "--members", "4"]) == 2
+    assert "a run of 3 members, and --members 4 is given" in capsys.readouterr().err
+
+
 def started_members(out: Path, *more: str) -> list[subprocess.Popen[str]]:
     """Two ranks with a member each, both of which have written a checkpoint."""
     ranks = started(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(out)], 2)
-    deadline = time.monotonic() + 120
-    while not all(list(path.glob("checkpoints/step-*")) for path in paths_of(out, 2)):
-        assert time.monotonic() < deadline
-        assert all(rank.poll() is None for rank in ranks)
-        time.sleep(0.005)
+    wait_for_checkpoints(ranks, *paths_of(out, 2))
     return ranks
 
 
@@ -249,17 +309,7 @@ def test_members_on_ranks_stopped_go_on_to_the_same_bits(tmp_path):
     more = options("norm_batch=0", "epochs=20", "schedule.epochs=20", "save.every_steps=30", "evaluate.every=10")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(whole)]) == 0
-    ranks = started_members(parts, *more)
-    try:
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [75, 75], said
-    assert f"stopped by SIGTERM; go on with: kasoku train --resume {parts}" in said[0]
-    assert "kasoku" not in said[1]
+    stop_by_sigterm(started_members(parts, *more), parts, 0, 1)
     results = [json.loads((path / "result.json").read_text()) for path in paths_of(parts, 2)]
     assert [result["stopped"] for result in results] == ["SIGTERM"] * 2
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", "--members", "2", "--set", "device.kind=cpu"]

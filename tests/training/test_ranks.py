@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
+from helpers.started import (
+    KASOKU,
+    RECIPE,
+    TORCHRUN,
+    ended,
+    largest_difference,
+    options,
+    started,
+    stop_by_sigterm,
+    wait_for_checkpoints,
+)
 from kasoku.cli import main
 from kasoku.config.ranks import can_share, check_share, most_ranks
 from kasoku.config.recipe import load
@@ -107,14 +117,6 @@ def test_two_ranks_resumed_on_two_give_the_same_bits(whole, tmp_path):
     assert largest_difference(whole[1], run) == 0
 
 
-def wait_for_a_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not list((run / "checkpoints").glob("step-*")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
-
-
 ENDLESS = ("epochs=10000", "save.every_steps=5")
 
 
@@ -122,16 +124,8 @@ ENDLESS = ("epochs=10000", "save.every_steps=5")
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
     run = tmp_path / "run"
     ranks = started(["train", str(RECIPE), *options(*ENDLESS), "--quiet", "--out", str(run)], 2)
-    try:
-        wait_for_a_checkpoint(run, ranks[0])
-        ranks[1].send_signal(signal.SIGTERM)
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [75, 75], said
-    assert f"stopped by SIGTERM; go on with: kasoku train --resume {run}" in said[0]
-    assert "kasoku" not in said[1]
+    wait_for_checkpoints(ranks, run)
+    stop_by_sigterm(ranks, run, 1)
     steps = max(int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*"))
     assert (result(run)["stopped"], result(run)["steps"]) == ("SIGTERM", steps)
 
@@ -142,7 +136,7 @@ def test_a_signal_to_the_launcher_reaches_its_ranks(tmp_path):
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", *options(*ENDLESS), "--quiet"]
     process = subprocess.Popen([*KASOKU, *local, "--out", str(run)], stderr=subprocess.PIPE, text=True)
     try:
-        wait_for_a_checkpoint(run, process)
+        wait_for_checkpoints([process], run)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[1]
     finally:
@@ -158,15 +152,8 @@ def test_saving_by_time_is_rank_0s_word(tmp_path):
     ranks = started(
         ["train", str(RECIPE), *options("epochs=10000", "save.every_s=0.5"), "--quiet", "--out", str(run)], 2
     )
-    try:
-        wait_for_a_checkpoint(run, ranks[0])
-        ranks[0].send_signal(signal.SIGTERM)
-        for rank in ranks:
-            rank.communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [75, 75]
+    wait_for_checkpoints(ranks, run)
+    stop_by_sigterm(ranks, run, 0)
 
 
 OWN = """

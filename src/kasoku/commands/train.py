@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -79,14 +79,22 @@ def _gpus(arguments: TrainArguments) -> int:
 
 
 def _has_run(arguments: TrainArguments) -> bool:
-    """Whether --out holds a run to go on with. Raises InputError if it has another number of members."""
+    """Whether --out holds a run to go on with. Raises InputError if it has another number of members.
+
+    Members that were not all begun have not trained. They are begun anew.
+    """
     out, wanted = arguments.out or Path(), arguments.members
-    members = len(members_of(out))
+    members = members_of(out)
     if not members and not (out / "recipe.toml").is_file():
         return False
-    if members != wanted:
+    if len(members) < wanted and not any([*out.glob("member-*/checkpoints/step-*"), *out.glob("member-*/result.json")]):
+        for member in members:
+            with closing(RunFolder(member, resume=True)):  # locked
+                (member / "recipe.toml").unlink()
+        return False
+    if len(members) != wanted:
         raise InputError(
-            f"{out}: a run of {members} members, and --members {wanted} is given; go on with --resume {out}"
+            f"{out}: a run of {len(members)} members, and --members {wanted} is given; go on with --resume {out}"
         )
     return True
 
@@ -127,7 +135,8 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     from kasoku.training import trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
-    if arguments.go_on and comm.broadcast_object(run_on_all_ranks(comm, partial(_has_run, arguments))):
+    has_run = partial(_has_run, arguments) if comm.rank == 0 else bool
+    if arguments.go_on and comm.broadcast_object(run_on_all_ranks(comm, has_run)):
         trust.allow_beside(arguments.recipe)  # the run's recipe was made from this one
         arguments = replace(arguments, resume=arguments.out, out=None, set=(), members=0, vary=())
     read = partial(_recipe_and_folder, arguments)
@@ -249,7 +258,10 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
 
     def members() -> tuple[list[Recipe], list[Path], list[str]]:
         if arguments.resume:
-            paths = members_of(folder)
+            paths, begun = members_of(folder), len(list(folder.glob("member-*")))
+            if len(paths) < begun:
+                got = f"{folder}: {begun} members, of which {len(paths)} were begun"
+                raise InputError(f"{got}: start all of them again, with --continue --members {begun} --out {folder}")
             recipes = [resumed_recipe(path, arguments.set) for path in paths]
             return recipes, paths, [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)

@@ -175,6 +175,10 @@ class Job:
         """Calls f(steps) where ranks that ran ahead have equal weights again; `steps`: the mean number since then."""
         self._hooks["at_sync_point"].append(f)
 
+    def after_regrouping(self, f: Callable[[], None]) -> None:
+        """Calls f() on all ranks of `comm` when `step_comm` has changed, so f may call its collectives."""
+        self._hooks["after_regrouping"].append(f)
+
     def on_close(self, f: Callable[[], object]) -> None:
         """Calls f() at `close()`; what was registered last comes first."""
         self.patches.callback(f)
@@ -250,13 +254,12 @@ class Job:
     def run_after_update(self, params: Sequence[Tensor]) -> None:
         """Runs the `after_update` hooks. Techniques that update parameters without `update` call it."""
         if params:
-            for f in self._hooks["after_update"]:
-                f(params)
+            self.run_hooks("after_update", params)
 
-    def run_at_sync_point(self, steps: float) -> None:
-        """Runs the `at_sync_point` hooks."""
-        for f in self._hooks["at_sync_point"]:
-            f(steps)
+    def run_hooks(self, moment: str, *arguments: Any) -> None:
+        """Runs the hooks of a moment, such as "at_sync_point"."""
+        for f in self._hooks[moment]:
+            f(*arguments)
 
     def hyper(self) -> Hyper:
         """The settings of each parameter group as they are now (a scheduler may change a tensor of them in place)."""
@@ -275,8 +278,7 @@ class Job:
 
     def drain(self) -> None:
         """Finishes all pending updates; call it before reading parameters."""
-        for f in self._hooks["on_drain"]:
-            f()
+        self.run_hooks("on_drain")
 
     @contextmanager
     def evaluation(self, *, renew_statistics: bool = True) -> Iterator[nn.Module]:
@@ -363,8 +365,7 @@ class Job:
     def _count_backward(self, p: Tensor) -> None:
         self._backwards[p] = self._backwards.get(p, 0) + 1
         if self._backwards[p] == self.accumulate:
-            for f in self._hooks["gradient_ready"]:
-                f(p)
+            self.run_hooks("gradient_ready", p)
 
     def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
@@ -394,5 +395,4 @@ class Job:
         if self._depth == 0:
             self.steps += 1
             self.run_after_update(self._stepping)
-            for f in self._hooks["after_step"]:
-                f()
+            self.run_hooks("after_step")

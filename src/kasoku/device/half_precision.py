@@ -80,6 +80,7 @@ class LossScale(Technique, stage=Stage.GRADIENT, vetoes_steps=True):
         job.patch(job, "loss", scaler.loss)
         job.decide_step(scaler.decide)
         job.before_step(scaler.unscale)
+        job.after_regrouping(scaler.agree)
         job.keep("loss_scale", scaler)
 
 
@@ -88,18 +89,18 @@ class _Scaler:
         self.job, self.settings = job, settings
         self.inner: Callable[[Any, Tensor], Tensor] = job.loss
         self.scale, self.good = settings.start, 0
-        self.ranks = job.step_comm  # with one scale; ranks that run ahead of each other have their own
         self.decided = False  # another technique has asked on this step, and unscales its gradients
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         loss = self.inner(outputs, labels)
         if loss.requires_grad:
-            if self.ranks is not self.job.step_comm:
-                self.ranks = self.job.step_comm
-                self.scale, self.good = min(self.ranks.gather_objects((self.scale, self.good)))
             scale = self.scale
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss
+
+    def agree(self) -> None:
+        """Ranks that run ahead of each other have scales of their own; those that step together take the smallest."""
+        self.scale, self.good = min(self.job.step_comm.gather_objects((self.scale, self.good)))
 
     def decide(self, overflow: Tensor) -> float | None:
         """The factor that unscales this step's gradients; None if those of a rank overflow, and the scale falls."""

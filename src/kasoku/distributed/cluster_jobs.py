@@ -16,29 +16,17 @@ _GRACE_S = 180  # between SIGTERM and the end: enough for a step and a checkpoin
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """A training on a cluster.
+    """A training on a cluster."""
 
-    Args:
-        name: of the job.
-        recipe: its file.
-        nodes: the number of machines.
-        each: ranks a node, one a GPU.
-        on_gpus: whether the ranks train on GPUs.
-        set: changed settings of the recipe, PATH=VALUE.
-        extra: further options of the training.
-        out: the run folder, on a file system that all nodes share; None: under runs/, named after the job (Slurm only).
-        port: of rank 0; None: derived from the job's number (Slurm only).
-    """
-
-    name: str
+    name: str  # of the job
     recipe: Path
     nodes: int
-    each: int
+    each: int  # ranks a node, one a GPU
     on_gpus: bool
-    set: Sequence[str] = ()
-    extra: Sequence[str] = ()
-    out: Path | None = None
-    port: int | None = None
+    set: Sequence[str] = ()  # changed settings of the recipe, PATH=VALUE
+    extra: Sequence[str] = ()  # options of `kasoku train`
+    out: Path | None = None  # on a file system that all nodes share; None: under runs/, named after the job (Slurm)
+    port: int | None = None  # of rank 0; None: derived from the job's number (Slurm)
 
 
 def sbatch(

@@ -90,14 +90,9 @@ def iterate_on_all_ranks(comm: Comm, batches: Iterable[T]) -> Iterator[T]:
 def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, object]) -> None:
     """Raises on all ranks, as `raise_on_all_ranks` does, if their facts differ. Collective; does not drain.
 
-    Digests are compared first. Only if they differ, rank 0 sends its facts and each other rank one line.
-
-    Args:
-        comm: of the ranks.
-        facts: by name: a text or a number, or (nested) lists and mappings of them.
-
-    Raises:
-        InputError: names the first fact that differs, the place in it, and the ranks.
+    Digests are compared first. Only if they differ, rank 0 sends its facts and each other rank one line. `facts`: by
+    name a text or a number, or (nested) lists and mappings of them. The message names the first one that differs, the
+    place in it, and the ranks.
     """
     if comm.size == 1 or len(set(comm.gather_objects(_digest(sorted(facts.items()))))) == 1:
         return

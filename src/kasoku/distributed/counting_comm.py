@@ -23,16 +23,14 @@ from kasoku.core import Clock, Comm, Wall, Work
 T = TypeVar("T")
 Names = Callable[[Sequence[int]], str]  # of ranks
 # What a rank does, as the first byte of its heartbeat.
-STARTING, STEPPING, BUSY, STALLED = b"n", b"r", b"b", b"s"
+STARTING, STEPPING, BUSY, STALLED, RESTING = b"n", b"r", b"b", b"s", b"w"
 _KEPT = 64  # labels of the last collectives
 
 
 class Activity:
     """What the training does, written by plain assignments, as another thread reads it.
 
-    Args:
-        hang_timeout_s: seconds without a step after which a rank hangs; 0: the larger of 60 s and 10 median steps.
-        clock: the real one by default.
+    `hang_timeout_s`: seconds without a step after which a rank hangs; 0: the larger of 60 s and 10 median steps.
     """
 
     def __init__(self, hang_timeout_s: float, clock: Clock | None = None) -> None:
@@ -41,13 +39,18 @@ class Activity:
         self.counts: list[CountingComm] = []
         self.heartbeat: Any = None  # a StoreHeartbeat, which reports this to the other ranks
         self._last_step, self._busy_until = self._clock.now(), -math.inf
+        self._rests = False
         self._durations_s: deque[float] = deque(maxlen=64)
 
     def step(self) -> None:
         """Must be called after each optimizer step."""
         now = self._clock.now()
         self._durations_s.append(now - self._last_step)
-        self._last_step = now
+        self._last_step, self._rests = now, False
+
+    def rest(self) -> None:
+        """Marks that this rank makes no more steps, and waits for ranks that may hang."""
+        self._rests = True
 
     @contextmanager
     def busy(self, limit_s: float = math.inf) -> Iterator[None]:
@@ -74,7 +77,9 @@ class Activity:
         return self._clock.now() - self._last_step
 
     def state(self) -> bytes:
-        """What this rank does: STARTING, STEPPING, BUSY or STALLED."""
+        """What this rank does: STARTING, STEPPING, BUSY, STALLED or RESTING."""
+        if self._rests:
+            return RESTING
         if self._clock.now() < self._busy_until:
             return BUSY
         if not self._durations_s:
@@ -85,13 +90,12 @@ class Activity:
         """The content of a heartbeat."""
         idle_s, limit_s = self.idle_s, self.limit_s
         counts = {count.name: count.report(labels=idle_s > limit_s / 2) for count in [*self.counts]}
-        return {"idle_s": round(idle_s, 1), "counts": counts}
+        return {"idle_s": round(idle_s, 1), "counts": counts, "rests": self._rests}
 
 
 class CountingComm(Comm):
-    """A Comm that counts its collectives, so that a line can name the stragglers; `activity` takes the steps.
+    """A Comm that counts its collectives, each channel by itself; `activity` takes the steps.
 
-    The methods are those of Comm. Messages between two ranks are not counted; each channel is counted by itself.
     `ranks`: the numbers of its ranks among all ranks; empty: it has all.
     """
 
@@ -213,10 +217,10 @@ _ABSENT: dict[str, Any] = {"started": 0, "waits": "", "labels": {}}
 
 def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> str:
     """Names the ranks that hold up the rest, and the collective they have not joined, from the reports of all ranks."""
-    candidates = []
-    channels = {channel: count.get("ranks") for report in reports for channel, count in report["counts"].items()}
+    candidates, at_work = [], [rank for rank, report in enumerate(reports) if not report["rests"]]
+    channels = {c: count.get("ranks") for rank in at_work for c, count in reports[rank]["counts"].items()}
     for channel, ranks in channels.items():
-        counts = {rank: reports[rank]["counts"].get(channel, _ABSENT) for rank in ranks or range(len(reports))}
+        counts = {rank: reports[rank]["counts"].get(channel, _ABSENT) for rank in at_work if not ranks or rank in ranks}
         low = min(count["started"] for count in counts.values())
         late = [rank for rank, count in counts.items() if count["started"] == low]
         ahead = [rank for rank, count in counts.items() if count["started"] > low]
@@ -229,11 +233,11 @@ def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> s
     if candidates:
         return min(candidates)[1]
     waits: dict[int, str] = {}  # all ranks have started the same collectives
-    for rank, report in enumerate(reports):
-        for channel, count in report["counts"].items():
+    for rank in at_work:
+        for channel, count in reports[rank]["counts"].items():
             if count["waits"]:
                 waits.setdefault(rank, f"{count['waits']}{channel}")
-    idle = [rank for rank in range(len(reports)) if rank not in waits]
+    idle = [rank for rank in at_work if rank not in waits]
     if not waits:
         return f"{names(idle)} {_have(idle)} made none, and none waits for another (data? the device?)"
     rank = min(waits)

@@ -1,17 +1,15 @@
 """The failure detector: names a rank that died or hangs, and decides how the other ranks continue.
 
-Note: two policies. Under `kasoku train`, a death or a hang ends all ranks, with one line on each and exit
-code 4; a launcher starts them again, and they resume from the last checkpoint. A training loop of the user's own with
-Asynchronous goes on without the dead rank, as its collectives are the user's. A comm that a Watchdog started has the
-first policy, any other the second (async_sgd/peers.py: Peers.lose).
+Note: two policies. On a comm that a Watchdog started, a death or a hang ends all ranks, with one line on each and exit
+code 4; a launcher starts them again, and they resume from the last checkpoint. On any other comm, as in a training loop
+of the user's own, ranks of Asynchronous go on without the dead one (async_sgd/peers.py: Peers.lose).
 
-Note: two transports. A Watchdog's heartbeats go through a store; each rank makes two requests a beat. A thread of each
-rank writes a heartbeat under the rank's own key, over a connection of its own, so it does not stop while the training
-waits in a collective. Rank 0 reads all keys at once and writes a fault as the verdict. The other ranks read the verdict
-and rank 0's key. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of its store).
-Asynchronous ranks send heartbeats to each other (async_sgd/peers.py), so any of them may die. Both judge by a Detector,
-which counts heartbeats and reads no clock, so a rank that was stopped itself accuses no other. Time-outs of collectives
-play no part in it, so they may be long.
+Note: two transports. A Watchdog's heartbeats go through a store. A thread of each rank writes them over a connection of
+its own, so it does not stop while the training waits in a collective. Rank 0 reads all and writes a fault as the
+verdict; the other ranks read the verdict and rank 0's heartbeat. A store that breaks or falls silent is rank 0's death
+(under torchrun: of the host of its store). Asynchronous ranks send heartbeats to each other, so any of them may die.
+Both judge by a Detector, which counts heartbeats and reads no clock, so a rank that was stopped itself accuses no
+other. Time-outs of collectives play no part, so they may be long.
 
 Note: the rank that is named. If one rank dies, the collectives of all ranks fail in turn, and the store ends with rank
 0's process. So a collective that failed waits for the verdict, and rank 0 ends last, when all living ranks have read
@@ -49,14 +47,18 @@ class LostRankError(RuntimeError):
     """Another rank is gone, so this one cannot go on."""
 
 
+def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading.Thread:
+    """A thread that was started and does not keep the process alive."""
+    thread = threading.Thread(target=f, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class Detector:
     """Judges from heartbeats which ranks are dead. It has no thread, clock or connection.
 
-    Args:
-        ranks: to watch.
-        patience: a rank is dead after this many beats without a new heartbeat from it.
-        grouped: once a rank is dead, a rank that is one beat short of `patience` is dead too, so that ranks which die
-            together are named together.
+    A rank is dead after `patience` beats without a new heartbeat from it. `grouped`: once a rank is dead, one that is a
+    beat short of that is dead too, so that ranks which die together are named together.
     """
 
     def __init__(self, ranks: Sequence[int], patience: int, *, grouped: bool = False) -> None:
@@ -88,9 +90,7 @@ class Detector:
 def end_process(line: str) -> None:
     """Writes the line to stderr and ends the process, even if its main thread is blocked or holds stdout."""
     os.write(2, f"kasoku: {line}\n".encode())
-    flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
-    flush.start()
-    flush.join(1)
+    daemon("kasoku flush", lambda: (sys.stdout.flush(), sys.stderr.flush())).join(1)
     os._exit(LOST_RANK_EXIT_CODE)
 
 
@@ -117,11 +117,9 @@ class Watchdog:
             raise InputError(f"beat_s={self.beat_s}, dead_s={self.dead_s}: beat_s above 0, dead_s at least 3 beats")
 
     def start(self, comm: Comm, store: tuple[str, int]) -> CountingComm:
-        """Starts to watch; collective. One rank alone is not watched.
+        """Starts to watch the collectives of the comm that it returns; collective. One rank alone is not watched.
 
-        Args:
-            comm: of the ranks; only collectives of the returned comm are watched.
-            store: host and port of a `torch.distributed.TCPStore` (MASTER_ADDR, MASTER_PORT).
+        `store`: host and port of a `torch.distributed.TCPStore` (MASTER_ADDR, MASTER_PORT).
         """
         activity = Activity(self.hang_timeout_s, comm.clock)
         if comm.size > 1:
@@ -141,12 +139,8 @@ class Watchdog:
 class StoreHeartbeat:
     """One rank's heartbeat in a store, and its watch over the other ranks; constructing it is collective.
 
-    Args:
-        settings: of the watch.
-        activity: of this rank's training.
-        comm: of the ranks; gives the clock.
-        store: a `torch.distributed.TCPStore` that all ranks share, or its set, multi_get and compare_set.
-        address: of the store, for messages.
+    `store`: a `torch.distributed.TCPStore` that all ranks share, or its set, multi_get and compare_set; `address`: its
+    own, for messages.
     """
 
     def __init__(self, settings: Watchdog, activity: Activity, comm: Comm, store: Any, address: str) -> None:
@@ -176,8 +170,8 @@ class StoreHeartbeat:
             for pause_s in pauses_s:
                 time.sleep(pause_s) if early_end.is_set() else early_end.wait(pause_s)
 
-        for name, arguments in {"watch": (self.watch(), self.closing), "guard": (self.guard(), self.over)}.items():
-            threading.Thread(target=run, args=arguments, name=f"kasoku {name}", daemon=True).start()
+        daemon("kasoku watch", run, self.watch(), self.closing)
+        daemon("kasoku guard", run, self.guard(), self.over)
 
     def watch(self) -> Iterator[float]:
         """Beats and watches until the end; yields how many seconds to wait before it is resumed."""
@@ -247,7 +241,7 @@ class StoreHeartbeat:
         if self.rank > 0 or STALLED not in states or now - self._last_busy < self.activity.limit_s:
             return ""
         reports = [self.activity.report(), *(json.loads(heartbeat[1:]) for heartbeat in heartbeats)]
-        idle_s = max(report["idle_s"] for report in reports)
+        idle_s = max(report["idle_s"] for report in reports if not report["rests"])
         return f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
 
     def death(self, ranks: Sequence[int]) -> str:

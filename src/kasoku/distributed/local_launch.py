@@ -65,14 +65,10 @@ def on_ranks(
 
 
 def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, port: int, started: float) -> int:
-    """Runs `kasoku ARGUMENTS` once for each place; returns the exit code of the first to fail, or 0.
+    """Runs `kasoku ARGUMENTS` once for each place on this machine; returns the exit code of the first to fail, or 0.
 
-    Args:
-        arguments: of the command.
-        places: of the ranks on this machine.
-        address: of rank 0's host.
-        port: free on that host; 0: any, if all ranks are on this machine.
-        started: when the command was started (time.perf_counter).
+    `address`, `port`: of rank 0; port 0: any free one, if all ranks are on this machine. `started`: when the command
+    was started (time.perf_counter).
     """
     if not port:
         with socket.socket() as s:

@@ -32,10 +32,7 @@ _was_rank: list[object] = []
 def process_group(here: Place, start: Start, packages: Callable[[], object]) -> Iterator[Comm]:
     """The comm of all ranks, watched over by a Watchdog; collective. The process group is destroyed at the end.
 
-    Args:
-        here: the place of this process.
-        start: takes the rendezvous as a task.
-        packages: imports that are done during the rendezvous.
+    `start` takes the rendezvous as a task; `packages`: imports that are done meanwhile.
 
     Raises:
         InputError: if the launcher did not set rank 0's address, or the ranks do not find each other.
@@ -60,24 +57,22 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
     start.import_compiler()  # not earlier: the rendezvous would wait for it (see _connect)
     _ = start["rendezvous"]
     comm = Watchdog().start(TorchComm(), (str(address[0]), int(str(address[1]))))
+    failed = ""
     try:
         yield comm
-        comm.activity.heartbeat.close()
     except SHARED_ERRORS:
-        comm.activity.heartbeat.close()
         raise
     except BaseException as error:
-        line, lost = summary(error), is_lost_rank(error)
+        failed, lost = summary(error), is_lost_rank(error)
         if lost:
             comm.activity.wait_for_verdict()  # usually another rank is the cause
-        elsewhere = isinstance(error, InputError) and not comm.activity.heartbeat.reports(line)
-        comm.activity.heartbeat.close(failed=line)
-        if elsewhere:
-            raise ReportedElsewhereError(line) from error
+        if isinstance(error, InputError) and not comm.activity.heartbeat.reports(failed):
+            raise ReportedElsewhereError(failed) from error
         if lost:
-            raise LostRankError(f"rank {here.rank}: lost another rank ({line}); resume from a checkpoint") from error
+            raise LostRankError(f"rank {here.rank}: lost another rank ({failed}); resume from a checkpoint") from error
         raise
     finally:
+        comm.activity.heartbeat.close(failed)
         dist.destroy_process_group()
 
 

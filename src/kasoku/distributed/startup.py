@@ -27,12 +27,12 @@ class Start:
     """The tasks of one start-up on one rank.
 
     Args:
+        clock: the real one by default.
         overlap: False runs one task after the other, in the order they are added, on the caller's thread. By default
             they overlap, unless $KASOKU_SEQUENTIAL is 1.
         began: when the process started, on that clock; the time until now is the task "import".
 
-    Attributes:
-        after: for each task, its predecessors and the tasks that the caller had run or waited for before adding it.
+    Attributes: `after`: for each task, its predecessors and the tasks that the caller had waited for before adding it.
     """
 
     def __init__(self, clock: Clock | None = None, *, overlap: bool | None = None, began: float | None = None) -> None:

@@ -37,16 +37,10 @@ class _Handle:
 
 
 class TorchComm(Comm):
-    """One rank of an initialised `torch.distributed` process group.
+    """One rank of an initialised `torch.distributed` process group; by default of that of all ranks.
 
-    Args:
-        group: the process group; the default one by default.
-        clock: the real one by default.
-
-    Constructing it is local; all methods but send and receive are collective. None of them drains.
-
-    Raises:
-        InputError: if torch.distributed is not initialised.
+    Constructing it is local; all methods but send and receive are collective. None of them drains. Raises InputError if
+    torch.distributed is not initialised.
     """
 
     thread_safe = True

@@ -12,7 +12,7 @@ meet when all members have ended. A member that fails, or that a signal to its r
 
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -91,17 +91,14 @@ def train(
         for training in trainings:
             stack.callback(training.job.plain_loader.close)
 
-        def begin() -> Members:
+        def folders() -> list[RunFolder | None]:
             if comm.rank == 0:
                 (paths[0].parent / ENSEMBLE).unlink(missing_ok=True)
-            runs = [stack.enter_context(run_folder(apart, paths[i], resume=resume)) for i in own]
-            members = list(zip(trainings, runs, strict=True))
-            for training, run in members:
-                if run:
-                    training.describe(run, own_modules)
-            return members
+            return [stack.enter_context(run_folder(apart, paths[i], resume=resume)) for i in own]
 
-        members = run_on_all_ranks(comm, begin)
+        members = list(zip(trainings, run_on_all_ranks(comm, folders), strict=True))
+        # when all folders are there, and before any member trains
+        run_on_all_ranks(comm, lambda: _describe(members, own_modules))
         try:
             alone = len(own) < 2 or isinstance(trainings[0].dataset.train, Memory)
             outcome = (_one_after_the_other if alone else _take_turns)(
@@ -111,9 +108,10 @@ def train(
             if each > 1 and not isinstance(error, SHARED_ERRORS):
                 raise  # the other ranks of the member wait in a collective: the failure detector ends them
             failure = error
-        with comm.activity.busy() if comm.activity else nullcontext():
-            outcomes = meeting.gather_objects(outcome)
-            raise_on_all_ranks(meeting, failure)
+        if comm.activity:
+            comm.activity.rest()
+        outcomes = meeting.gather_objects(outcome)
+        raise_on_all_ranks(meeting, failure)
     diverged = [name for _, names in outcomes for name in names]
     if diverged:
         raise DivergedError(f"{', '.join(sorted(diverged))} diverged; the other members have ended")
@@ -151,6 +149,12 @@ def _build(recipes: Sequence[Recipe], own: Sequence[Recipe], comm: Comm) -> list
     loader = first.job.plain_loader
     loaders = loader.members(len(own)) if len(own) > 1 else [loader]
     return [build(r, comm, dataset=dataset, train_loader=each) for r, each in zip(own, loaders, strict=True)]
+
+
+def _describe(members: Members, own_modules: Sequence[str] | None) -> None:
+    for training, run in members:
+        if run:
+            training.describe(run, own_modules)
 
 
 def _batch_settings(recipe: Recipe) -> tuple[object, ...]:

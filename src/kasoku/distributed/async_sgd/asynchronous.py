@@ -4,21 +4,13 @@ Note: an exchange. Each rank steps its own copy with its own optimizer. It sends
 shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
 the next step (transport.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
 
-Note: nodes. Beside Overlap or AllReduce the ranks of a node step together, and the node is one worker: its first rank
-exchanges, and hands the replies to the others. All of them do the same arithmetic, so their weights stay equal.
+Note: dead ranks. Where ranks go on without a dead one (distributed/liveness.py, Note: two policies), each updates its
+own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are divided among
+the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums, synchronous steps)
+would wait for it. A node dies with each of its ranks.
 
-Note: sync points. `drain()` is collective: it finishes all exchanges, gives all ranks equal weights and ends all
-threads. The next forward in training starts them again.
-
-Note: dead ranks. In a training loop of the user's own, the other ranks name a dead rank in a warning and go on. Each
-updates its own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are
-divided among the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums,
-synchronous steps) would wait for it. So under `kasoku train` all ranks end instead, and resume from a checkpoint
-(distributed/liveness.py, Note: two policies). A node dies with each of its ranks.
-
-Note: joining ranks. The other ranks call `close()`, which leaves equal weights, and form a new group and new jobs with
-the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `state_dict`
-(tests/distributed/test_joining.py).
+Note: joining ranks. The other ranks call `close()`, and form a new group and new jobs with the joining rank. It gets
+rank 0's weights from `apply`, and may load rank 0's `state_dict` (tests/distributed/test_joining.py).
 """
 
 import socket
@@ -291,17 +283,18 @@ class Exchange:
             weights.receive(groups[g], self.job.trace)
             groups[g].version_used.update(groups[g].version_read)
         for group in groups:
-            group.prediction.add()
+            group.prediction.put(there=True)
 
     # ---- sync points and checkpoints
 
     @torch.no_grad()
     def drain(self) -> None:
-        """A sync point: finishes all exchanges; all ranks have equal weights then."""
+        """A sync point: finishes all exchanges, gives all ranks equal weights and ends all threads."""
         model, weights = self.job.model, self.weights
         if self.sync_phases.active:
             copy_buffers(model, mean_buffers(model, Table(self.comm)))
-            self._begin()
+            self.weights.begin()
+            self.step = 0
             return
         self._start()
         weights.remove_predictions()
@@ -321,14 +314,11 @@ class Exchange:
         self.transport.stop()
         if len(result.living) < len(weights.leaders):
             self.weights = self._divide({rank: weights.leaders[rank] for rank in result.living})
-        self._begin()
-        self._started, self._entered, self.weights.server.dealt, self._shares = False, False, None, 0
-        if result.steps:
-            self.job.run_at_sync_point(result.steps)
-
-    def _begin(self) -> None:
         self.weights.begin()
         self.step = 0
+        self._started, self._entered, self.weights.server.dealt, self._shares = False, False, None, 0
+        if result.steps:
+            self.job.run_hooks("at_sync_point", result.steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}
@@ -340,4 +330,4 @@ class Exchange:
         if not self.comm.thread_safe:  # processes answer requests only after `_start`
             self.comm.gather_objects(None)
         self.staleness = Counter({int(steps): n for steps, n in state["staleness"].items()})
-        self._begin()
+        self.weights.begin()

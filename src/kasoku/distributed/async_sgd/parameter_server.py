@@ -50,11 +50,9 @@ class ParameterShard:
         """Adds a worker's update, writes the reply into `out` and returns the version of the weights in it.
 
         The reply is the weights in fp32; with other codecs it is their difference from the worker's copy. A version is
-        the number of updates by other workers in the weights.
-
-        Each worker's share of an fp32 update is added, as it has done in its copy; updates of other codecs were scaled
-        before rounding. `version`: of the weights that it was computed on. The update's memory is overwritten; `out`
-        may share it.
+        the number of updates by other workers in the weights; `version`: of those that the update was computed on. The
+        share of an fp32 update is taken here; other updates were scaled before rounding. The update's memory is
+        overwritten; `out` may share it.
         """
         with self._lock:
             new_version = self._updates.total() - self._updates[rank]
@@ -181,7 +179,7 @@ class SharedWeights:
     def remove_predictions(self) -> None:
         """Leaves the weights alone in the parameters of all groups."""
         for group in self.groups:
-            group.prediction.remove()
+            group.prediction.put(there=False)
 
     @property
     def unchanged(self) -> bool:

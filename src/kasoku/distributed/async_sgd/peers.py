@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Comm, InputError, Work
-from kasoku.distributed.liveness import ENDED, Detector, LostRankError
+from kasoku.distributed.liveness import ENDED, Detector, LostRankError, daemon
 
 BEAT_S, DEAD_S = 1.0, 5.0
 _SLOWEST_S = 10.0  # the pause between beats of many ranks; three of them in silence are a death
@@ -34,11 +34,11 @@ Tensors = Sequence[Tensor]
 Reply = Future[Any]  # the first tensor received
 
 
-def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading.Thread:
-    """A thread that was started and does not keep the process alive."""
-    thread = threading.Thread(target=f, args=arguments, name=name, daemon=True)
-    thread.start()
-    return thread
+def answered(result: Any) -> Reply:
+    """A reply that is there already, or an error in its place."""
+    reply: Reply = Future()
+    reply.set_exception(result) if isinstance(result, BaseException) else reply.set_result(result)
+    return reply
 
 
 class LostError(RuntimeError):
@@ -211,9 +211,7 @@ class Peers:
             self.check()
             if rank not in self.dead and deaths in (None, len(self.dead)):
                 return self._waits.add(rank, works, lane, receives[0] if receives else None)
-        lost: Reply = Future()
-        lost.set_exception(LostError(rank))
-        return lost
+        return answered(LostError(rank))
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Waits for something that a heartbeat, an answer or a death may change; raises as `check` does."""

@@ -4,6 +4,8 @@ Note: optimizer states. Synchronous ranks need equal optimizer states, or their 
 each have their own. So the states are averaged over all ranks when a synchronous phase begins.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,11 @@ class SyncPhases:
     def __init__(self, job: Job, buckets: Policy, warmup: float, finish: float) -> None:
         self._job, self.bounds, self.active, self._own = job, (warmup, finish), False, job.step_comm
         if warmup or finish:
-            self._engine = Engine(job, Overlap(buckets, next_forward=False), job.comm)
-            if self._own.size > 1:  # the means of a node are whole, and a loss scale has decided on them
-                self._engine.decides = self._engine.layout.notes_ranges = False
-            else:
+            inside: Any = next((t for t in job.applied if t.averages_gradients), None)
+            settings = Overlap(buckets, next_forward=False, unused=getattr(inside, "unused", "refuse"))
+            # the means of a node are whole, and a loss scale has decided on them
+            self._engine = Engine(job, settings, job.comm, vetoed=job.vetoes_steps and self._own.size == 1)
+            if self._own.size == 1:
                 job.gradient_ready(lambda p: self._engine.arrive(p) if self.active else None)
             job.before_step(lambda: self._average() if self.active else None)
 
@@ -45,6 +48,7 @@ class SyncPhases:
         """Makes the next step synchronous, or asynchronous again; collective."""
         job, self.active = self._job, not self.active
         job.step_comm = job.comm if self.active else self._own
+        job.run_hooks("after_regrouping")
         if not (self.active and job.steps):
             return
         tensors = [

@@ -11,7 +11,6 @@ is called directly, and the caller yields its turn afterwards.
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -20,9 +19,10 @@ from torch import Tensor
 
 from kasoku.core import Comm, Work
 from kasoku.distributed.async_sgd.parameter_server import Head, ParameterServer
-from kasoku.distributed.async_sgd.peers import ASK, REPLY, LostError, Peers, Reply, daemon
+from kasoku.distributed.async_sgd.peers import ASK, REPLY, LostError, Peers, Reply, answered
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
 from kasoku.distributed.async_sgd.survivors import Table, on_survivors
+from kasoku.distributed.liveness import daemon
 
 FIELDS = 4  # numbers of a Head, at most
 HEADER = FIELDS + 2 * PLACE  # and the addresses of both bodies in shared memory, or zeros where the bytes are sent
@@ -48,7 +48,7 @@ class InProcess:
         """Sends a request to rank `to` once it can be answered."""
         server, rank = self._servers[to], self._comm.rank
         self._comm.block(f"a reply of rank {to}", lambda: server.ready(rank, head))
-        return _answered(server.answer(rank, head, body, out))
+        return answered(server.answer(rank, head, body, out))
 
     def finish_requests(self) -> None:
         """Waits until all ranks have sent their last request."""
@@ -96,7 +96,7 @@ class NetworkTransport:
         """
         self.peers.check()
         if to == self._comm.rank:
-            return _answered(self._answer(to, head, body, out))
+            return answered(self._answer(to, head, body, out))
         request, reply = torch.zeros(HEADER, dtype=torch.int64), torch.zeros(HEADER, dtype=torch.int64)
         request[: len(head)] = torch.tensor(head)
         small = not len(body)
@@ -174,12 +174,6 @@ class NetworkTransport:
             self.peers.fail(error)
 
 
-def _answered(header: Head) -> Reply:
-    reply: Reply = Future()
-    reply.set_result(header)
-    return reply
-
-
 @contextmanager
 def _errors_are_deaths(rank: int) -> Iterator[None]:
     try:
@@ -206,6 +200,5 @@ class _Buffer:
     def of(self, n: int, dtype: torch.dtype) -> Tensor:
         """Its first n elements."""
         size = n * dtype.itemsize
-        if len(self._bytes) < size:
-            self._bytes = torch.empty(size, dtype=torch.uint8)
+        self._bytes.resize_(max(size, len(self._bytes)))
         return self._bytes[:size].view(dtype)

@@ -67,14 +67,10 @@ class Prediction(FlatViews):
         while new > max(1.0, 2 * usual):
             new, self._factor = new / 2, self._factor / 2
 
-    def add(self) -> None:
-        self._apply(self._factor)
-
-    def remove(self) -> None:
-        self._apply(0.0)
-
     @torch.no_grad()
-    def _apply(self, times: float) -> None:
+    def put(self, *, there: bool) -> None:
+        """Adds the prediction to the parameters, or removes it."""
+        times = self._factor if there else 0.0
         if times != self._applied:
             for p, movement in zip(self.params, self.views, strict=True):
                 p.add_(movement.to(p.device), alpha=times - self._applied)
@@ -84,11 +80,18 @@ class Prediction(FlatViews):
 class WorkerGroup:
     """A worker's copy of a group of parameters.
 
+    Args:
+        params: the parameters.
+        owners: of the pieces.
+        codec: of messages.
+        blocking: the parameters do not change during an exchange, and equal the weights read after it.
+        ahead: of the prediction that the parameters hold between exchanges, so `blocking` is False; 0: none.
+        zeros: allocates the buffers of requests and replies.
+
     Attributes:
         base: the last known weights, with this worker's own updates.
-        request, reply: buffers of messages, in the format of the codec. Both are `base` if the exchange can be done in
-            place, as an owner replies to a piece only after it has read all of it. Until then the owner may write to
-            either.
+        request, reply: buffers of messages. Both are `base` if the exchange can be done in place, as an owner replies
+            to a piece only after it has read all of it. Until then the owner may write to either.
         residual: the rounding error of the last update, which is sent with the next one.
         slots: for each owner, the slice of its piece in `request` and `reply`.
         orphans: pieces whose owner is dead; this worker updates its own copy of them until the next sync point.
@@ -107,12 +110,6 @@ class WorkerGroup:
         ahead: float = 0.0,
         zeros: Callable[..., Tensor] = torch.zeros,
     ) -> None:
-        """Arguments that are not attributes.
-
-        blocking: the parameters do not change during an exchange, and equal the weights read after it.
-        ahead: of the prediction that the parameters hold between exchanges, so `blocking` is False; 0: none.
-        zeros: allocates the buffers of requests and replies.
-        """
         self.params, self._blocking, self.codec = params, blocking, codec
         in_place = blocking and codec.exact
         self.current, self.base = FlatViews(params), FlatViews(params, zeros if in_place else torch.zeros)

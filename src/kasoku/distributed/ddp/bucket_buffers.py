@@ -78,12 +78,14 @@ class Bucket:
 
 
 class BucketLayout:
-    """The buckets of a plan, in its numbering; `allocated`: their buffers are there all the time."""
+    """The buckets of a plan, in its numbering.
 
-    def __init__(self, plan: BucketPlan, layers: LayerIndex, *, allocated: bool = True) -> None:
-        self.plan = plan
-        self.ranges: list[tuple[Tensor, Tensor]] = []  # least and largest gradient of each chunk that was sent
-        self.notes_ranges = False
+    `allocated`: their buffers are there all the time; `notes_ranges`: of the gradients of each chunk, for `overflow`.
+    """
+
+    def __init__(self, plan: BucketPlan, layers: LayerIndex, *, allocated: bool, notes_ranges: bool) -> None:
+        self.plan, self.notes_ranges = plan, notes_ranges
+        self.ranges: list[tuple[Tensor, Tensor]] = []
         self.names = {p: name for name, p in layers.named}
         self.buckets = [Bucket([layers.named[i] for i in bucket]) for bucket in plan.buckets]
         for bucket in self.buckets if allocated else ():

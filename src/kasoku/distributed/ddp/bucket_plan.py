@@ -181,15 +181,14 @@ def search(
 ) -> tuple[BucketPlan, Forecast, bool]:
     """The best plan, its forecast, and whether the next forward should start before all buckets have arrived.
 
-    Tried: all sizes of the head (at most 64), for buckets of several least sizes, in chunks of several sizes, the rest
-    in forward order or, of the buckets that are ready, the first in forward order; the best few are then changed as
-    long as that helps, at most 1000 times (4 s for the 311 layers of ResNet-152). Also every other policy, overlapped
-    with backward only. One bucket wins unless a plan promises 5 % less: measured times are noisy, and many chunks cost
-    time that no forecast sees. Compared with all orders of six random layers, where communication takes at least half
-    as long as compute, the result was never 1 % worse (tests/distributed/test_virtual_clock.py).
+    Tried: heads of at most 64 sizes, for buckets of several least sizes, in chunks of several sizes, the rest in
+    forward order or, of the buckets that are ready, the first in forward order; the best few are then changed as long
+    as that helps, at most 1000 times (4 s for the 311 layers of ResNet-152). Also every other policy, overlapped with
+    backward only. One bucket wins unless a plan promises 5 % less: measured times are noisy, and many chunks cost time
+    that no forecast sees. Compared with all orders of six random layers, where communication takes at least half as
+    long as compute, the result was never 1 % worse (tests/distributed/test_virtual_clock.py).
 
-    `units`: in forward order; `next_forward`: False where updates cannot be late, as a technique needs all gradients at
-    once.
+    `units`: in forward order; `next_forward`: False where a technique needs all gradients at once.
     """
     policies: list[Policy] = [OneBucket(), Graded(), *(Fixed(size * MIB) for size in (1, 2, 5, 10, 25))]
     plans = [policy.plan(tensors) for policy in policies]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Comm, Work
+from kasoku.distributed.liveness import daemon
 
 Chain = Generator[Work, None, None]  # yields each collective that must end before it goes on
 
@@ -77,8 +78,7 @@ class ChainedReduce(Reduce):
                 self._streams[key] = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
             return _Aside(chain, x, self._streams[key])
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run_queue, name="reducer", daemon=True)
-            self._thread.start()
+            self._thread = daemon("reducer", self._run_queue)
         later = _Later()
         self._todo.put((chain, later))
         return later
@@ -89,14 +89,14 @@ class ChainedReduce(Reduce):
         while (item := self._todo.get()) is not None:
             chain, later = item
             try:
-                for work in chain if error is None else ():
+                if error is not None:
+                    raise error
+                for work in chain:
                     work.wait()
+                later.set_result(None)
             except BaseException as e:
                 error = e  # the other ranks' next collective is not ours any more
-            if error is None:
-                later.set_result(None)
-            else:
-                later.set_exception(error)
+                later.set_exception(e)
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()

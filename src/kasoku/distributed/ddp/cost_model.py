@@ -1,7 +1,6 @@
 """The cost model of data-parallel training: the time of a step, and how much of its communication is exposed.
 
-`forecast` is the one recursion: the search for gradient buckets, the simulator and its timelines all call it, and tests
-hold the real `Overlap` on a virtual clock against it. All times are in seconds, all sizes in bytes.
+All times are in seconds, all sizes in bytes.
 
 Note: two streams of work. The compute stream runs the backward of every unit from the last to the first. Then it
 updates the units and runs their forward from the first to the last, and waits where a unit's gradients have not

@@ -14,11 +14,9 @@ class LayerIndex:
 
     `whole`: so does the model, since a captured graph runs the forward of no layer.
 
-    Attributes:
-        modules: (name, module) of each layer; the model itself stands for parameters outside of any layer.
-        named: (name, parameter) of the parameters that require a gradient, in order of definition.
-        users: the layers that use a parameter, in order of definition.
-        order: the layers in the order of their forwards, as far as it is known.
+    Attributes: `modules`: (name, module) of each layer; the model itself stands for parameters outside of any layer.
+        `named`: (name, parameter) of the parameters that require a gradient, in order of definition. `users`: the
+        layers that use a parameter. `order`: the layers in the order of their forwards, as far as it is known.
     """
 
     def __init__(self, model: nn.Module, *, whole: bool = False) -> None:

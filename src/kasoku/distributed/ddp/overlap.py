@@ -8,7 +8,7 @@ Note: changes are detected. A gradient is copied into its bucket, and `p.grad` b
 version counter of its own. A write to it (clipping by hand, a second backward) changes the counter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,9 +82,10 @@ class Overlap(Technique):
         start_equal(job, job.step_comm)
         updates = job.in_backward
         frees = updates is not None and self.unused == "refuse" and updates.active(exchanged=True)
-        engine = (
-            FreeingEngine(job, self, updates) if updates is not None and frees else Engine(job, self, job.step_comm)
-        )
+        if updates is not None and frees:
+            engine: Engine = FreeingEngine(job, self, updates, vetoed=job.vetoes_steps)
+        else:
+            engine = Engine(job, self, job.step_comm, vetoed=job.vetoes_steps)
         if frees and self.next_forward:
             engine.print_once("Overlap: gradients are freed in backward, so no update waits for the next forward")
         job.gradient_ready(engine.arrive)
@@ -106,25 +107,25 @@ class Overlap(Technique):
             engine.print_once(table(engine.layout.plan, engine.layers.tensors))
 
 
+@dataclass
 class SingleRank:
     """The state on one rank: empty. It ignores the state of several ranks, so that one can resume their run."""
 
-    def __init__(self, empty: dict[str, Any]) -> None:
-        self._empty = empty
+    empty: dict[str, Any]
 
     def state_dict(self) -> dict[str, Any]:
-        return self._empty
+        return self.empty
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 
 class Engine:
-    """Overlap at work on one job."""
+    """Overlap at work on one job; `vetoed`: a technique decides at each step whether any parameter changes."""
 
     allocated = True  # the buffers are there all the time
 
-    def __init__(self, job: Job, settings: Overlap, ranks: Comm) -> None:
+    def __init__(self, job: Job, settings: Overlap, ranks: Comm, *, vetoed: bool) -> None:
         self.job, self.settings, self.late = job, settings, settings.next_forward
         self.ranks, self.comm = ranks, ranks.channel()  # gradients must not hold up the other collectives
         self.reduce = settings.reducer.bind(self.comm)
@@ -135,10 +136,12 @@ class Engine:
         self.key_prefix = "first"  # of the reducer's keys
         self.forecast: Forecast | None = None  # of the plan that was searched, if it was
         self.link: LinkModel | None = None
-        self.layout = BucketLayout(settings.buckets.plan(self.layers.tensors), self.layers, allocated=self.allocated)
         least_max = min(torch.finfo(p.dtype).max for _, p in self.layers.named)
         self.largest = min(settings.reducer.largest(self.comm.size), least_max / self.comm.size)  # 0: not known
-        self.layout.notes_ranges = self.decides = job.vetoes_steps and self.largest > 0
+        self.decides = vetoed and self.largest > 0
+        lay_out = partial(BucketLayout, layers=self.layers, allocated=self.allocated, notes_ranges=self.decides)
+        self.lay_out: Callable[[BucketPlan], BucketLayout] = lay_out
+        self.layout = lay_out(settings.buckets.plan(self.layers.tensors))
         self.factor: float | None = 1.0  # of this step's gradients; None: no parameter changes
         kind = self.layout.buckets[0].flat.device.type
         autocast = torch.amp.is_autocast_available(kind)
@@ -213,7 +216,7 @@ class Engine:
         self.finish_step(late=late)
         self.sent = 0
         if self.profiler is not None:
-            self.profiler.averaged()
+            self.profiler.now.averaged = self.profiler.watch.moment()
 
     def finish_step(self, *, late: bool) -> None:
         """Leaves the updates for later, or hands the means to the optimizer; drops them if the step is vetoed."""
@@ -286,8 +289,7 @@ class Engine:
         self.reduce.load_state_dict({})
         self.late = self.late and late
         self.key_prefix = "planned"
-        self.layout = BucketLayout(plan, self.layers, allocated=self.allocated)
-        self.layout.notes_ranges = self.decides
+        self.layout = self.lay_out(plan)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, and the reducer's state."""
@@ -317,10 +319,10 @@ class FreeingEngine(Engine):
 
     allocated = False
 
-    def __init__(self, job: Job, settings: Overlap, updates: InBackward) -> None:
+    def __init__(self, job: Job, settings: Overlap, updates: InBackward, *, vetoed: bool) -> None:
         self.updates = updates
         buckets = PerTensor() if isinstance(settings.buckets, Planned) else settings.buckets
-        super().__init__(job, replace(settings, buckets=buckets, next_forward=False), job.step_comm)
+        super().__init__(job, replace(settings, buckets=buckets, next_forward=False), job.step_comm, vetoed=vetoed)
         self.factors = self.comm.channel()
         self.factors.warm(self.layout.buckets[0].flat.device)  # now, and not in the first step
         self.updates.exchange = self

@@ -48,7 +48,7 @@ class StepMoments:
     called: Any = None  # optimizer.step()
     background_done: Any = None  # the transfers beside compute have ended
     transfer_s: float = 0.0
-    averaged: Any = None
+    averaged: Any = None  # or they will be before the next forward
     end: Any = None
 
 
@@ -131,10 +131,6 @@ class StepProfiler:
         for bucket in self.layout.buckets:
             bucket.wait()
         self.now.transfer_s = self.watch.synchronize() - begin
-
-    def averaged(self) -> None:
-        """The gradients are averaged, or will be before the next forward."""
-        self.now.averaged = self.watch.moment()
 
     def stepped(self) -> bool:
         """`optimizer.step()` has ended; returns whether it was the last step to measure."""
