@@ -9,7 +9,7 @@ allocator (tune_malloc), decode (kasoku's loader from the same files), pack (the
 256), and batch (the size that tune_batch_size finds, by images/s).
 speed: images/s of each rung over those of the first; alone: with that step only. Each measurement is a process of its
 own, in turns; the first two steps do not count. Medians over --rounds.
-Result: records/. Why it matters: [004] lists these steps and no figure for any.
+Result: records/documents/004.json. Why it matters: [004] lists these steps and no figure for any.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from loader import MEAN, STD, theirs
 
 STEPS = ("layout", "precision", "allocator", "decode", "pack", "batch")
 WORKERS, WARM = 2, 2
-CLAIMS = {"ladder/all": ("all_over_default", "alone", "images_per_s")}
 
 
 def job(steps: Sequence[str], network: str, batch: int, side: int, root: Path) -> tuple[Job, Iterator]:
@@ -138,7 +137,7 @@ def main() -> int:
         "images_per_s": {"+".join(steps) or "default": spread(values) for steps, values in rates.items()},
     }
     parameters = {name: getattr(arguments, name) for name in ("network", "side", "batch", "seconds")}
-    finish("ladder", parameters, figures, CLAIMS)
+    finish("ladder", parameters, figures)
     return 0
 
 

@@ -34,7 +34,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 1945,
     "simulate": 1670,
     "report": 2545,
-    "training": 2340,
+    "training": 2345,
     "commands": 2090,
     "testing": 625,
 }
