@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import kasoku.models
-from common import finish, parse, spread
+from common import finish, spread
 from kasoku.core import InputError, Job
 from kasoku.core.hardware import cores
 from kasoku.data import Augment, folder, loader, normalise
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)
-    arguments = parse(parser)
+    arguments = parser.parse_args()
     if arguments.one is not None:
         print(json.dumps(run(arguments.one.split(","), arguments, arguments.root)))
         return 0
