@@ -25,7 +25,7 @@ LAYERS = [
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2020,
     "optim": 1170,
-    "models": 830,
+    "models": 870,
     "device": 610,
     "data": 4980,
     "distributed": 5650,
