@@ -193,6 +193,7 @@ def compare_training(batch: int, side: int, rounds: int, device: str) -> None:
         **{f"{name}_over_sgd": round(statistics.median(ratios), 3) for name, ratios in over.items()},
         **{f"{name}_over_sgd_spread": spread([round(ratio, 3) for ratio in ratios]) for name, ratios in over.items()},
         "images_per_s": {name: round(statistics.median(values), 1) for name, values in rates.items()},
+        "bars": [[i + 1, statistics.median(rates[name])] for i, name in enumerate(("fused_sgd", "naive", "ours"))],
     }
     parameters: dict[str, object] = {"batch": batch, "side": side, "rounds": rounds, "device": device}
     finish("lars_training", {**parameters, "threads": torch.get_num_threads()}, figures)

@@ -68,6 +68,7 @@ def main() -> None:
     one, groups = steps(net, ONE), steps(net, GROUPS)
     gain = {n: b.images_per_s / a.images_per_s for n, a, b in zip(SHARES, one, groups, strict=True)}
     published = groups[SHARES.index(IMAGES)]
+    megabytes = [size / 1e6 for size in published.inputs.sizes()]
 
     def million(simulated: Sequence[SimulatedStep]) -> list[tuple[int, float]]:
         return [(step.images // GPUS, step.images_per_s / 1e6) for step in simulated]
@@ -76,6 +77,9 @@ def main() -> None:
         "groups_over_one_least": min(gain.values()),
         "groups_over_one_at_16": gain[16],
         "groups_over_one_at_40": gain[40],
+        "group_mb": megabytes,
+        "smallest_group_mb": min(megabytes),
+        "first_group_over_largest": megabytes[0] / max(megabytes),
         "images_per_s": published.images_per_s,
         "images_per_s_over_published": published.images_per_s / IMAGES_PER_S,
         "training_s": training_s(published),

@@ -85,6 +85,24 @@ def test_images_that_choose_settings_are_neither_trained_on_nor_tested_on(tmp_pa
     assert trainings.data_folder(source, tmp_path) == source
 
 
+@pytest.mark.process
+def test_a_training_is_read_when_it_is_there_and_one_that_diverges_counts_0(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    x_NHWC = torch.randint(0, 256, (64, 28, 28, 1), dtype=torch.uint8, generator=generator)
+    images = Memory(x_NHWC, torch.arange(64) % 10)
+    root = trainings.write_idx(tmp_path / "data", images, images)
+    small = [f"data.root={root}", "batch=32", "norm_batch=32", "epochs=2", "evaluate.every=1"]
+    runs = {("fine", 0): small, ("diverges", 0): [*small, 'optimizer={use="kasoku.optim.sgd", lr=1e30}']}
+    trained = trainings.train_all(switched_off.RECIPE, runs, tmp_path / "runs", 2)
+    assert trained["diverges", 0] == Trained(0.0)
+    assert [epoch for epoch, _ in trained["fine", 0].over_epochs("test_stale_top1")] == [1, 2]
+    written = (tmp_path / "runs" / "fine-0" / "metrics.jsonl").stat().st_mtime_ns
+    assert trainings.train(switched_off.RECIPE, small, tmp_path / "runs" / "fine-0") == trained["fine", 0]
+    assert (tmp_path / "runs" / "fine-0" / "metrics.jsonl").stat().st_mtime_ns == written
+    with pytest.raises(SystemExit, match="exit code 2"):
+        trainings.train(switched_off.RECIPE, ["batch=0"], tmp_path / "refused")
+
+
 def test_the_best_factor_of_each_rule_and_batch_is_taken():
     form = batch_sizes.Form(batches=(256, 4096))
     tried = {key: Trained(0.5) for key in product(batch_sizes.RULES, form.batches, form.factors)}
