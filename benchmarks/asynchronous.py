@@ -70,7 +70,7 @@ def forked(size: int, f: Callable[[Comm], Any], *, limit_s: float) -> list[Any]:
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
-                _child(rank, size, Path(folder), f)  # does not return
+                _child(rank, size, Path(folder), f)
             children.append(pid)
         left, until = set(children), time.monotonic() + limit_s
         while left and time.monotonic() < until:

@@ -35,8 +35,7 @@ HOSTS = {"straggler": 4, "slow_link": 2, "nodes": 2}
 NODE, ROUNDS = 2, 8  # of nodes: ranks of a host; turns of each side
 CLAIMS = {
     "straggler": {
-        "async/straggler/over_sync": ("async_over_sync", "images_per_s", "mean_staleness"),
-        "async/straggler/over_sync_shares": ("async_over_sync_shares", "images_per_s", "shares"),
+        "async/straggler/over_sync": ("async_over_sync", "async_over_sync_shares", "images_per_s", "mean_staleness"),
         "async/straggler/over_ideal": "async_over_ideal",
     },
     "slow_link": {

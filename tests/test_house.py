@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "simulate": 1740,
     "report": 2400,
     "training": 2355,
-    "commands": 1905,
+    "commands": 1935,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

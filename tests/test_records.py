@@ -19,7 +19,10 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 records = importlib.import_module("records")
 
-WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which is made by hand"}
+WITHOUT_RECORD = {
+    "bits": "its figure is the comparison of two checkouts, which is made by hand",
+    "ensemble": "its figures are those of a document, recorded on its page",
+}
 LINES = [line for area in records.AREAS for line in records.newest(records.read(area))]
 
 
@@ -197,7 +200,7 @@ def claims_of(name: str) -> set[str]:
         return set(module.claims("recipes/cifar10_cifarnet_94.toml", rival=True)).union(
             *(module.claims(recipe, rival=False) for recipe in module.SUBJECTS)
         )
-    if name in ("asynchronous_hosts", "asynchronous_accuracy"):
+    if name.startswith("asynchronous"):
         return {claim for claims in module.CLAIMS.values() for claim in claims}
     return {claim for claims in found.values() for claim in claims}
 
