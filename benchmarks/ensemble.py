@@ -7,8 +7,8 @@ cnn11 on photos of ten ImageNet classes (recipes/documents/001_photos.toml). Mem
 then put into one folder under numbers that say nothing of their classes, and `kasoku predict --numbers` writes five
 class numbers of the ILSVRC for each.
 members_top5_error, ensemble_top5_error: in percent, means over seeds; a member's is its own at the end of training.
-gain_top5: the difference in points; gain_top5_low, gain_top5_high: its 95 % interval over seeds (Student's t), from two
-seeds on. The same of top-1 accuracy. error_by_members: top-5 error of the first 1, 2, ... members together.
+gain_top5: the difference in points; gain_top5_low, gain_top5_high: its 95 % interval over seeds (Student's t), None for
+one seed. The same of top-1 accuracy. error_by_members: top-5 error of the first 1, 2, ... members together.
 submission_top5_error: of the submission; submission_off_by: points from eval's error, the most of all seeds.
 With --out finished members stay, and the same command goes on.
 Why it matters: [001], 13.89 % top-5 error of an ensemble's predictions for the unlabelled images of ILSVRC2012.
@@ -69,10 +69,10 @@ def submitted(out: Path, images: Path, truth: list[str], numbers: Path) -> float
     return 100 * statistics.mean(number not in five for number, five in zip(truth, lines, strict=True))
 
 
-def interval(values: list[float]) -> dict[str, float]:
-    """The ends of the 95 % interval of a mean; none of fewer than two values."""
-    if len(values) not in T95:
-        return {}
+def interval(values: list[float]) -> dict[str, float | None]:
+    """The ends of the 95 % interval of a mean; None of one value."""
+    if len(values) < 2:
+        return {"low": None, "high": None}
     half, middle = T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values)), statistics.mean(values)
     return {"low": round(middle - half, 2), "high": round(middle + half, 2)}
 
@@ -85,6 +85,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes that train members")
     parser.add_argument("--out", type=Path, help="the folder for the runs (default: a temporary one)")
     asked = parser.parse_args()
+    if asked.seeds not in (1, *T95):
+        parser.error(f"--seeds {asked.seeds}: 1 to {max(T95)}")
     data = Path(os.environ.get("KASOKU_DATA", ""))
     table = data / "imagenet_meta" / "map_clsloc.txt"  # lines of a class, its number, its name
     numbers = {line.split()[0]: line.split()[1] for line in table.read_text().splitlines()}
