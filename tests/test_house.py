@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "simulate": 1670,
     "report": 2545,
     "training": 2345,
-    "commands": 2090,
+    "commands": 2115,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

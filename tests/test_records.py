@@ -19,6 +19,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 records = importlib.import_module("records")
 
+<<<<<<< HEAD
 WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which is made by hand"} | dict.fromkeys(
     ("batch_sizes", "schedules", "switched_off", "simulate_abci", "virtual_update", "ensemble", "ladder"),
     "its figures are claims of a document, and stand in records/documents",
@@ -200,7 +201,7 @@ def claims_of(name: str) -> set[str]:
         return set(module.claims("recipes/cifar10_cifarnet_94.toml", rival=True)).union(
             *(module.claims(recipe, rival=False) for recipe in module.SUBJECTS)
         )
-    if name in ("asynchronous_hosts", "asynchronous_accuracy"):
+    if name.startswith("asynchronous"):
         return {claim for claims in module.CLAIMS.values() for claim in claims}
     return {claim for claims in found.values() for claim in claims}
 
