@@ -19,7 +19,6 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 records = importlib.import_module("records")
 
-<<<<<<< HEAD
 WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which is made by hand"} | dict.fromkeys(
     ("batch_sizes", "schedules", "switched_off", "simulate_abci", "virtual_update", "ensemble", "ladder"),
     "its figures are claims of a document, and stand in records/documents",
