@@ -31,11 +31,11 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 5605,
     "memory": 2240,
     "config": 1395,
-    "tune": 1945,
+    "tune": 1750,
     "simulate": 1670,
-    "report": 2545,
-    "training": 2340,
-    "commands": 2090,
+    "report": 2530,
+    "training": 2350,
+    "commands": 2020,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -79,7 +79,7 @@ def tuning() -> dict[str, Any]:
         more = {"utilisation": 0.9, "epochs": None, "goodput": batch / step_s * 100 / (100 + batch), "failed": ""}
         samples.append({"batch": batch, **measured, **more})
     samples.append({"batch": 1024, "step_s": 0.0, "low_s": 0.0, "high_s": 0.0, "failed": "out of memory"})
-    found = {"what": "minibatch", "strategy": "TimeToTarget", "chosen": 96, "samples": samples}
+    found = {"strategy": "TimeToTarget", "chosen": 96, "samples": samples}
     return {**found, "why": "it is done soonest", "spent_s": 12.5, "budget_s": 60.0}
 
 
