@@ -17,7 +17,7 @@ def on_meta(name, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "side", "least"), [("alexnet", 32, 63), ("vgg16_bn", 28, 32), ("cifar_vgg16", 28, 32), ("cifarnet", 8, 9)]
+    ("name", "side", "least"), [("alexnet", 32, 63), ("vgg16", 28, 32), ("cifar_vgg16_bn", 28, 32), ("cifarnet", 8, 9)]
 )
 def test_too_small_images_are_told_the_smallest_size_that_works(name, side, least):
     model = on_meta(name)
@@ -67,4 +67,4 @@ def test_the_check_changes_neither_the_model_nor_the_random_state(training):
 
 def test_a_wide_image_is_checked_in_both_directions():
     with pytest.raises(InputError, match=re.escape("3x20x200")):
-        models.check_fits(on_meta("vgg11"), (3, 20, 200), "vgg11")
+        models.check_fits(on_meta("vgg16"), (3, 20, 200), "vgg16")

@@ -86,9 +86,9 @@ def test_files_without_batch_counts_load(tmp_path):
 
 
 def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path, state):
-    model = models.cifar_vgg16()
+    model = models.cifar_vgg16_bn()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InputError, match=r"28 missing: features\.0\.weight.*, \.\.\..*not in the model: ") as caught:
+    with pytest.raises(InputError, match=r"80 missing: features\.0\.weight.*, \.\.\..*not in the model: ") as caught:
         models.load(model, save({n: t for n, t in state.items() if "head" not in n}, tmp_path / "w.pth"))
     assert "\n" not in str(caught.value)
     assert same(model, before)
@@ -148,7 +148,7 @@ def test_unknown_head_option_is_refused(tmp_path):
     ("name", "blocks"),
     [
         ("resnet50", ["conv1+bn1", "layer1", "layer2", "layer3", "layer4"]),
-        ("vgg11", ["features.0", "features.3", "features.6+features.8", "features.11+features.13"]),
+        ("vgg16", ["features.0+features.2", "features.5+features.7", "features.10+features.12+features.14"]),
         ("alexnet", ["features.0", "features.3", "features.6+features.8+features.10"]),
         ("cnn11", ["features.0+features.1", "features.4+features.5+features.7+features.8"]),
         ("cifarnet", ["whitening", "group1", "group2", "group3"]),

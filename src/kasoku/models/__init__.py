@@ -5,27 +5,14 @@ from kasoku.models.check import check_fits
 from kasoku.models.cifarnet import cifarnet
 from kasoku.models.cnn11 import cnn11
 from kasoku.models.pretrained import Pretrained, fill, freeze, load, read
-from kasoku.models.resnet import cifar_resnet18, cifar_resnet50, resnet18, resnet34, resnet50, resnet101, resnet152
-from kasoku.models.vgg import (
-    cifar_vgg16,
-    cifar_vgg16_bn,
-    vgg11,
-    vgg11_bn,
-    vgg13,
-    vgg13_bn,
-    vgg16,
-    vgg16_bn,
-    vgg19,
-    vgg19_bn,
-)
+from kasoku.models.resnet import cifar_resnet18, resnet18, resnet50
+from kasoku.models.vgg import cifar_vgg16_bn, vgg16
 
 __all__ = [
     "Pretrained",
     "alexnet",
     "check_fits",
     "cifar_resnet18",
-    "cifar_resnet50",
-    "cifar_vgg16",
     "cifar_vgg16_bn",
     "cifarnet",
     "cnn11",
@@ -34,16 +21,6 @@ __all__ = [
     "load",
     "read",
     "resnet18",
-    "resnet34",
     "resnet50",
-    "resnet101",
-    "resnet152",
-    "vgg11",
-    "vgg11_bn",
-    "vgg13",
-    "vgg13_bn",
     "vgg16",
-    "vgg16_bn",
-    "vgg19",
-    "vgg19_bn",
 ]

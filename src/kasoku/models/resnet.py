@@ -11,7 +11,7 @@ def conv(channels_in: int, channels_out: int, size: int, stride: int = 1) -> nn.
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with a shortcut: the block of ResNet-18 and 34."""
+    """Two 3x3 convolutions with a shortcut: the block of ResNet-18."""
 
     expansion = 1
 
@@ -34,7 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 convolutions, with a shortcut: the block of ResNet-50, 101 and 152."""
+    """A 3x3 convolution between two 1x1 convolutions, with a shortcut: the block of ResNet-50."""
 
     expansion = 4
 
@@ -127,13 +127,6 @@ def resnet18(
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, stem, zero_init_residual)
 
 
-def resnet34(
-    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
-) -> ResNet:
-    """ResNet-34: 21.8 M parameters, made for 224x224."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, stem, zero_init_residual)
-
-
 def resnet50(
     num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
 ) -> ResNet:
@@ -141,25 +134,6 @@ def resnet50(
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, stem, zero_init_residual)
 
 
-def resnet101(
-    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
-) -> ResNet:
-    """ResNet-101 v1.5: 44.5 M parameters, made for 224x224."""
-    return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, in_channels, stem, zero_init_residual)
-
-
-def resnet152(
-    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
-) -> ResNet:
-    """ResNet-152 v1.5: 60.2 M parameters, made for 224x224."""
-    return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, in_channels, stem, zero_init_residual)
-
-
 def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, zero_init_residual: bool = False) -> ResNet:
     """ResNet-18 for small images (3x3 stem, no max-pool): 11.2 M parameters, made for 32x32."""
     return resnet18(num_classes, in_channels, stem="cifar", zero_init_residual=zero_init_residual)
-
-
-def cifar_resnet50(num_classes: int = 10, in_channels: int = 3, *, zero_init_residual: bool = False) -> ResNet:
-    """ResNet-50 v1.5 for small images (3x3 stem, no max-pool): 23.5 M parameters, made for 32x32."""
-    return resnet50(num_classes, in_channels, stem="cifar", zero_init_residual=zero_init_residual)

@@ -1,19 +1,17 @@
-"""VGG (Simonyan and Zisserman 2014), with torchvision's names and keys."""
+"""VGG-16 (Simonyan and Zisserman 2014), with torchvision's names and keys."""
 
 from torch import Tensor, nn
 
 from kasoku.models.check import check_counts, check_option
 
 WIDTHS = (64, 128, 256, 512, 512)
-# The number of 3x3 convolutions in each of the five stages; a max-pool ends each stage.
-DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+DEPTHS = (2, 2, 3, 3, 3)  # the 3x3 convolutions of the five stages; a max-pool ends each stage
 
 
 class VGG(nn.Module):
     """Five stages of 3x3 convolutions, then linear layers.
 
     Args:
-        depth: 11, 13, 16 or 19 layers with weights.
         num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
         in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
         batch_norm: a BatchNorm after every convolution.
@@ -23,7 +21,6 @@ class VGG(nn.Module):
 
     def __init__(
         self,
-        depth: int,
         num_classes: int,
         in_channels: int,
         *,
@@ -36,7 +33,7 @@ class VGG(nn.Module):
         check_option("head", head, ("imagenet", "cifar"))
         layers: list[nn.Module] = []
         channels = in_channels
-        for width, convolutions in zip(WIDTHS, DEPTHS[depth], strict=True):
+        for width, convolutions in zip(WIDTHS, DEPTHS, strict=True):
             for _ in range(convolutions):
                 layers.append(nn.Conv2d(channels, width, 3, padding=1))
                 layers.extend([nn.BatchNorm2d(width)] if batch_norm else [])
@@ -69,51 +66,11 @@ class VGG(nn.Module):
         return logits_NK
 
 
-def vgg11(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-11: 132.9 M parameters, made for 224x224."""
-    return VGG(11, num_classes, in_channels, dropout=dropout)
-
-
-def vgg11_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-11 with BatchNorm: 132.9 M parameters, made for 224x224."""
-    return VGG(11, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
-def vgg13(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-13: 133.0 M parameters, made for 224x224."""
-    return VGG(13, num_classes, in_channels, dropout=dropout)
-
-
-def vgg13_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-13 with BatchNorm: 133.1 M parameters, made for 224x224."""
-    return VGG(13, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
 def vgg16(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
     """VGG-16: 138.4 M parameters, made for 224x224."""
-    return VGG(16, num_classes, in_channels, dropout=dropout)
-
-
-def vgg16_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-16 with BatchNorm: 138.4 M parameters, made for 224x224."""
-    return VGG(16, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
-def vgg19(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-19: 143.7 M parameters, made for 224x224."""
-    return VGG(19, num_classes, in_channels, dropout=dropout)
-
-
-def vgg19_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-19 with BatchNorm: 143.7 M parameters, made for 224x224."""
-    return VGG(19, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
-def cifar_vgg16(num_classes: int = 10, in_channels: int = 3) -> VGG:
-    """VGG-16 for small images (one linear layer): 14.7 M parameters, made for 32x32."""
-    return VGG(16, num_classes, in_channels, head="cifar")
+    return VGG(num_classes, in_channels, dropout=dropout)
 
 
 def cifar_vgg16_bn(num_classes: int = 10, in_channels: int = 3) -> VGG:
     """VGG-16 with BatchNorm for small images (one linear layer): 14.7 M parameters, made for 32x32."""
-    return VGG(16, num_classes, in_channels, batch_norm=True, head="cifar")
+    return VGG(num_classes, in_channels, batch_norm=True, head="cifar")
