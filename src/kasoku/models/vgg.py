@@ -1,17 +1,19 @@
-"""VGG-16 (Simonyan and Zisserman 2014), with torchvision's names and keys."""
+"""VGG (Simonyan and Zisserman 2014), with torchvision's names and keys."""
 
 from torch import Tensor, nn
 
 from kasoku.models.check import check_counts, check_option
 
 WIDTHS = (64, 128, 256, 512, 512)
-DEPTHS = (2, 2, 3, 3, 3)  # the 3x3 convolutions of the five stages; a max-pool ends each stage
+# The number of 3x3 convolutions in each of the five stages; a max-pool ends each stage.
+DEPTHS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3)}
 
 
 class VGG(nn.Module):
     """Five stages of 3x3 convolutions, then linear layers.
 
     Args:
+        depth: 11 or 16 layers with weights.
         num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
         in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
         batch_norm: a BatchNorm after every convolution.
@@ -21,6 +23,7 @@ class VGG(nn.Module):
 
     def __init__(
         self,
+        depth: int,
         num_classes: int,
         in_channels: int,
         *,
@@ -33,7 +36,7 @@ class VGG(nn.Module):
         check_option("head", head, ("imagenet", "cifar"))
         layers: list[nn.Module] = []
         channels = in_channels
-        for width, convolutions in zip(WIDTHS, DEPTHS, strict=True):
+        for width, convolutions in zip(WIDTHS, DEPTHS[depth], strict=True):
             for _ in range(convolutions):
                 layers.append(nn.Conv2d(channels, width, 3, padding=1))
                 layers.extend([nn.BatchNorm2d(width)] if batch_norm else [])
@@ -68,9 +71,9 @@ class VGG(nn.Module):
 
 def vgg16(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
     """VGG-16: 138.4 M parameters, made for 224x224."""
-    return VGG(num_classes, in_channels, dropout=dropout)
+    return VGG(16, num_classes, in_channels, dropout=dropout)
 
 
 def cifar_vgg16_bn(num_classes: int = 10, in_channels: int = 3) -> VGG:
     """VGG-16 with BatchNorm for small images (one linear layer): 14.7 M parameters, made for 32x32."""
-    return VGG(num_classes, in_channels, batch_norm=True, head="cifar")
+    return VGG(16, num_classes, in_channels, batch_norm=True, head="cifar")
