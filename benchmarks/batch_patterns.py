@@ -19,6 +19,8 @@ use_end (percent), gain (percent by which an epoch is shorter than at the first 
 times of an image in two loops that follow each other), settled (share of the size found at which the gain was within 5
 points of the last), use_sd (points), and lines {use,gain}_by_{loop,batch}. `unchanged`: whether the model has the bits
 that it had before.
+On a CPU its threads sleep where they wait for each other (OMP_WAIT_POLICY): the time in which they would spin counts as
+use, and every size would use all of the device.
 Result: records/documents/002.json. Why it matters: [002] asked which of its two strategies finds the fastest batch.
 """
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import sys
 from collections import defaultdict
@@ -294,6 +297,8 @@ def main() -> int:
     parser.add_argument("--brief", action="store_true", help="sweep with 5 steps of a size, not 20")
     arguments = parse(parser)
     arguments.sizes = [size for some in arguments.sizes for size in some]
+    if "OMP_WAIT_POLICY" not in os.environ:  # is read where torch is loaded
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
     try:
         recipe = load(arguments.recipe, arguments.set)
         rounds = [one_round(replace(recipe, seed=recipe.seed + i), arguments) for i in range(arguments.rounds)]
