@@ -186,7 +186,8 @@ def searched(recipe: Recipe, job: Job, name: str, strategy: Strategy, arguments:
     start = dict(arguments.starts).get(name)
     own = job_of(recipe, start) if start else job
     observed = Observed(strategy)
-    result = tune_batch_size(own, observed, budget_s=arguments.budget, least=arguments.least, most=arguments.most)
+    least = min(arguments.least, start or arguments.least)
+    result = tune_batch_size(own, observed, budget_s=arguments.budget, least=least, most=arguments.most)
     if start:
         own.close()
     print(f"{name}: {result.batch}, {len(observed.loops) - 1} loops, {result.spent_s:.1f} s: {result.why}", flush=True)
@@ -291,7 +292,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="repeats of everything")
     parser.add_argument("--turns", type=int, default=2, help="in which the sizes that were found are measured again")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of a strategy")
-    parser.add_argument("--least", type=int, default=1, help="the smallest size of a strategy")
+    parser.add_argument("--least", type=int, default=4, help="the smallest size of a strategy")
     parser.add_argument("--most", type=int, default=512, help="the largest")
     parser.add_argument("--starts", type=pair, nargs="+", default=[], metavar="NAME=N", help="a strategy's first size")
     parser.add_argument("--brief", action="store_true", help="sweep with 5 steps of a size, not 20")
