@@ -25,17 +25,17 @@ LAYERS = [
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2065,
     "optim": 1150,
-    "models": 870,
+    "models": 885,
     "device": 610,
-    "data": 4745,
+    "data": 4750,
     "distributed": 5605,
     "memory": 2240,
     "config": 1395,
     "tune": 1750,
     "simulate": 1665,
-    "report": 2525,
+    "report": 2540,
     "training": 2355,
-    "commands": 2040,
+    "commands": 2045,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

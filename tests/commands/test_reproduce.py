@@ -141,6 +141,14 @@ def test_long_results_are_kept_and_stand_beside_short_ones(planted, capsys):
     assert "NOT SHOWN HERE: it works: no command of this length, but --short" in capsys.readouterr().out
 
 
+def test_a_profile_is_drawn_as_the_use_of_the_device_over_time():
+    kernels = {"step_s": 2.0, "used": [["kernels", 0.5, 1.0, 1.0]]}
+    parts = {"step_s": 1.0, "used": [["input", 0.0, 0.25, 0.5], ["update", 0.25, 1.0, 0.75]]}
+    points = documents.use_by_second([kernels, parts])
+    assert points[:6] == [[0, 0], [0.5, 0], [0.5, 1], [1, 1], [1, 0], [2, 0]]
+    assert points[6:] == [[2, 0.5], [2.25, 0.5], [2.25, 0.75], [3, 0.75]]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

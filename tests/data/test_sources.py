@@ -201,6 +201,18 @@ def test_idx_plain_and_gz_are_equal(tmp_path):
     assert (plain.classes, packed.classes) == (("0", "1", "2"), ("a", "b", "c"))
 
 
+def test_padding_puts_black_around_each_image(tmp_path):
+    made.write_idx(tmp_path, packed=False)
+    plain, padded = idx(str(tmp_path)), idx(str(tmp_path), pad=2)
+    height, width = plain.image_size
+    assert padded.image_size == (height + 4, width + 4)
+    inner = padded.train.images_NHWC[:, 2:-2, 2:-2]
+    assert torch.equal(inner, plain.train.images_NHWC)
+    assert padded.train.images_NHWC.sum() == inner.sum()
+    with pytest.raises(InputError, match="pad=-1: pixels on each side, 0 or more"):
+        idx(str(tmp_path), pad=-1)
+
+
 @pytest.mark.data
 def test_real_fashion_mnist(real_data):
     d = fashion_mnist(str(real_data / "fashion_mnist"))

@@ -129,6 +129,15 @@ def test_cifar_stem_keeps_the_size_and_the_keys_of_the_stages():
     assert list(small.state_dict()) == list(large.state_dict())
 
 
+@pytest.mark.parametrize("name", ["cifar_vgg16_bn", "cifar_resnet50", "resnet50"])
+def test_half_the_widths_make_a_quarter_of_the_weights(name):
+    widths = (32, 64, 128, 256, 256) if "vgg" in name else (32, 64, 128, 256)
+    model, full = on_meta(name, num_classes=10, widths=widths), on_meta(name, num_classes=10)
+    assert count(model) / count(full) == pytest.approx(0.25, rel=0.02)
+    assert [*model.state_dict()] == [*full.state_dict()]
+    assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
+
+
 def test_initial_values_are_torchvisions():
     torch.manual_seed(0)
     model = models.resnet18()
@@ -174,6 +183,8 @@ def test_a_gradient_step_lowers_the_loss(name):
         ("resnet18", {"stem": "small"}, "stem='small': one of imagenet, cifar"),
         ("cnn11", {"stem": "x"}, "stem='x'"),
         ("cnn11", {"widths": (64, 128)}, "widths=(64, 128): channels of 5 stages"),
+        ("cifar_vgg16_bn", {"widths": (64, 0, 1, 1, 1)}, "widths=(64, 0, 1, 1, 1): channels of 5 stages"),
+        ("resnet50", {"widths": (64,)}, "widths=(64,): channels of 4 stages"),
         ("cifarnet", {"activation": "tanh"}, "activation='tanh': one of gelu, relu"),
         ("cifarnet", {"widths": ()}, "widths"),
     ],

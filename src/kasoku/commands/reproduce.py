@@ -137,7 +137,7 @@ def _outcome(place: Path, text: str) -> dict[str, Any]:
 
 
 def _files(place: Path) -> dict[str, Any]:
-    """The result of one of kasoku's own commands, with the accuracy over epochs of a training."""
+    """The result of one of kasoku's own commands, with lines for figures of a training and of a profile."""
     result: dict[str, Any] = {}
     for name in _RESULTS:
         if (place / name).is_file():
@@ -145,7 +145,8 @@ def _files(place: Path) -> dict[str, Any]:
             break
     metrics = place / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    return result | {"top1_by_epoch": [[line["epoch"], line["test_top1"]] for line in lines if "test_top1" in line]}
+    top1 = [[line["epoch"], line["test_top1"]] for line in lines if "test_top1" in line]
+    return result | {"top1_by_epoch": top1, "use_by_second": documents.use_by_second(result.get("iterations", ()))}
 
 
 def _last_line(output: str) -> dict[str, Any]:

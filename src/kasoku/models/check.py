@@ -26,6 +26,12 @@ def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
         raise InputError(f"{name}={value!r}: one of {', '.join(allowed)}")
 
 
+def check_widths(widths: Sequence[int], stages: int) -> None:
+    """Raise InputError unless these are channels of so many stages."""
+    if len(widths) != stages or min(widths) < 1:
+        raise InputError(f"widths={widths}: channels of {stages} stages, each 1 or more")
+
+
 def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str, *, classes: int = 0) -> None:
     """Run the model once on the meta device; if that fails, raise an error that names the size it needs.
 

@@ -6,8 +6,7 @@ Widths, BatchNorm and the linear head over the mean of the image are our choice.
 
 from torch import Tensor, nn
 
-from kasoku.core.errors import InputError
-from kasoku.models.check import check_counts, check_option
+from kasoku.models.check import check_counts, check_option, check_widths
 
 CONVS = (1, 2, 3, 3, 2)  # convolutions of each stage; a max-pool follows each stage but the last
 
@@ -25,8 +24,7 @@ class CNN11(nn.Module):
     def __init__(self, num_classes: int, in_channels: int, stem: str, widths: tuple[int, ...]) -> None:
         super().__init__()
         check_counts(num_classes=num_classes, in_channels=in_channels)
-        if len(widths) != len(CONVS) or min(widths) < 1:
-            raise InputError(f"widths={widths}: channels of {len(CONVS)} stages, each 1 or more")
+        check_widths(widths, len(CONVS))
         check_option("stem", stem, ("imagenet", "cifar"))
         layers: list[nn.Module] = []
         size, stride, channels = (7, 2, in_channels) if stem == "imagenet" else (3, 1, in_channels)

@@ -2,7 +2,9 @@
 
 from torch import Tensor, nn
 
-from kasoku.models.check import check_counts, check_option
+from kasoku.models.check import check_counts, check_option, check_widths
+
+WIDTHS = (64, 128, 256, 512)  # of the 3x3 convolutions of each of the four stages
 
 
 def conv(channels_in: int, channels_out: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -72,9 +74,10 @@ class ResNet(nn.Module):
         in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
         stem: "imagenet" (7x7 with stride 2, then max-pool: a quarter of the size) or "cifar" (3x3, full size).
         zero_init_residual: set the scale of each block's last BatchNorm to 0, so that the block starts as its shortcut.
+        widths: channels of the 3x3 convolutions of each of the four stages, each at least 1; the stem has the first's.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         block: Block,
         depths: tuple[int, int, int, int],
@@ -82,22 +85,23 @@ class ResNet(nn.Module):
         in_channels: int,
         stem: str,
         zero_init_residual: bool,
+        widths: tuple[int, ...] = WIDTHS,
     ) -> None:
         super().__init__()
         check_counts(num_classes=num_classes, in_channels=in_channels)
         check_option("stem", stem, ("imagenet", "cifar"))
-        large = stem == "imagenet"
-        self.conv1 = conv(in_channels, 64, 7, 2) if large else conv(in_channels, 64, 3)
-        self.bn1 = nn.BatchNorm2d(64)
+        check_widths(widths, len(depths))
+        large, e, first = stem == "imagenet", block.expansion, widths[0]
+        self.conv1 = conv(in_channels, first, 7, 2) if large else conv(in_channels, first, 3)
+        self.bn1 = nn.BatchNorm2d(first)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
-        e = block.expansion
-        self.layer1 = _stage(block, 64, 64, depths[0], stride=1)
-        self.layer2 = _stage(block, 64 * e, 128, depths[1], stride=2)
-        self.layer3 = _stage(block, 128 * e, 256, depths[2], stride=2)
-        self.layer4 = _stage(block, 256 * e, 512, depths[3], stride=2)
+        self.layer1 = _stage(block, first, first, depths[0], stride=1)
+        self.layer2 = _stage(block, first * e, widths[1], depths[1], stride=2)
+        self.layer3 = _stage(block, widths[1] * e, widths[2], depths[2], stride=2)
+        self.layer4 = _stage(block, widths[2] * e, widths[3], depths[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512 * e, num_classes)
+        self.fc = nn.Linear(widths[3] * e, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -135,10 +139,15 @@ def resnet34(
 
 
 def resnet50(
-    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    *,
+    stem: str = "imagenet",
+    zero_init_residual: bool = False,
+    widths: tuple[int, ...] = WIDTHS,
 ) -> ResNet:
     """ResNet-50 v1.5: 25.6 M parameters, made for 224x224."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, stem, zero_init_residual)
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, stem, zero_init_residual, widths)
 
 
 def resnet101(
@@ -160,6 +169,8 @@ def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, zero_init_res
     return resnet18(num_classes, in_channels, stem="cifar", zero_init_residual=zero_init_residual)
 
 
-def cifar_resnet50(num_classes: int = 10, in_channels: int = 3, *, zero_init_residual: bool = False) -> ResNet:
+def cifar_resnet50(
+    num_classes: int = 10, in_channels: int = 3, *, zero_init_residual: bool = False, widths: tuple[int, ...] = WIDTHS
+) -> ResNet:
     """ResNet-50 v1.5 for small images (3x3 stem, no max-pool): 23.5 M parameters, made for 32x32."""
-    return resnet50(num_classes, in_channels, stem="cifar", zero_init_residual=zero_init_residual)
+    return resnet50(num_classes, in_channels, stem="cifar", zero_init_residual=zero_init_residual, widths=widths)

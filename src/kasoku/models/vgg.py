@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from kasoku.models.check import check_counts, check_option
+from kasoku.models.check import check_counts, check_option, check_widths
 
 WIDTHS = (64, 128, 256, 512, 512)
 # The number of 3x3 convolutions in each of the five stages; a max-pool ends each stage.
@@ -19,9 +19,10 @@ class VGG(nn.Module):
         batch_norm: a BatchNorm after every convolution.
         head: "imagenet" (three linear layers over 7x7) or "cifar" (the mean over the image, one linear layer).
         dropout: probability after each of the first two linear layers of the "imagenet" head, from 0 to 1.
+        widths: channels of each of the five stages, each at least 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         depth: int,
         num_classes: int,
@@ -30,13 +31,15 @@ class VGG(nn.Module):
         batch_norm: bool = False,
         head: str = "imagenet",
         dropout: float = 0.5,
+        widths: tuple[int, ...] = WIDTHS,
     ) -> None:
         super().__init__()
         check_counts(num_classes=num_classes, in_channels=in_channels)
         check_option("head", head, ("imagenet", "cifar"))
+        check_widths(widths, len(WIDTHS))
         layers: list[nn.Module] = []
         channels = in_channels
-        for width, convolutions in zip(WIDTHS, DEPTHS[depth], strict=True):
+        for width, convolutions in zip(widths, DEPTHS[depth], strict=True):
             for _ in range(convolutions):
                 layers.append(nn.Conv2d(channels, width, 3, padding=1))
                 layers.extend([nn.BatchNorm2d(width)] if batch_norm else [])
@@ -47,11 +50,11 @@ class VGG(nn.Module):
         self.side = 7 if head == "imagenet" else 1
         self.avgpool = nn.AdaptiveAvgPool2d(self.side)
         if head == "imagenet":
-            first = (nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
+            first = (nn.Linear(channels * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
             second = (nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
             self.classifier = nn.Sequential(*first, *second, nn.Linear(4096, num_classes))
         else:
-            self.classifier = nn.Sequential(nn.Linear(512, num_classes))
+            self.classifier = nn.Sequential(nn.Linear(channels, num_classes))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -114,6 +117,6 @@ def cifar_vgg16(num_classes: int = 10, in_channels: int = 3) -> VGG:
     return VGG(16, num_classes, in_channels, head="cifar")
 
 
-def cifar_vgg16_bn(num_classes: int = 10, in_channels: int = 3) -> VGG:
+def cifar_vgg16_bn(num_classes: int = 10, in_channels: int = 3, *, widths: tuple[int, ...] = WIDTHS) -> VGG:
     """VGG-16 with BatchNorm for small images (one linear layer): 14.7 M parameters, made for 32x32."""
-    return VGG(16, num_classes, in_channels, batch_norm=True, head="cifar")
+    return VGG(16, num_classes, in_channels, batch_norm=True, head="cifar", widths=widths)

@@ -23,6 +23,7 @@ IN_CHECKOUT = (CHECKOUT / "benchmarks" / "common.py").is_file()  # not in an ins
 VERDICTS = HOLDS, FAILS, NOT_SHOWN, PRINTED = "holds", "does not hold", "not shown here", "figure only"
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _VALUE = re.compile(r"(\S+)(?: ([-/]) (\S+))?")
+_GAP_S = 1e-6  # times are rounded to less
 _HERE, _RECORDED = "here", "recorded"
 
 Document = Mapping[str, Any]
@@ -129,6 +130,20 @@ def value_of(text: str, results: Mapping[str, Any]) -> Any:
     if named[2]:
         return values[0] / values[1] if named[2] == "/" else values[0] - values[1]
     return values[0]
+
+
+def use_by_second(iterations: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """The iterations of a profile as [seconds, share of the device used] at each change; 0 in the gaps."""
+    points, begin_s = list[list[float]](), 0.0
+    for each in iterations:
+        last_s = 0.0
+        for start_s, stop_s, share in [*(row[1:] for row in each["used"]), (each["step_s"], each["step_s"], 0.0)]:
+            if start_s - last_s > _GAP_S:
+                points += [[begin_s + last_s, 0.0], [begin_s + start_s, 0.0]]
+            points += [[begin_s + start_s, share], [begin_s + stop_s, share]] if stop_s > start_s else []
+            last_s = stop_s
+        begin_s += each["step_s"]
+    return points
 
 
 def _look_up(key: str, results: Mapping[str, Any]) -> Any:
