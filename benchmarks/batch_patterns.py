@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from common import finish, parse
+from common import finish
 from kasoku.config.recipe import Recipe, load
 from kasoku.core import InputError, Job
 from kasoku.data import loader
@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=512, help="the largest")
     parser.add_argument("--starts", type=pair, nargs="+", default=[], metavar="NAME=N", help="a strategy's first size")
     parser.add_argument("--brief", action="store_true", help="sweep with 5 steps of a size, not 20")
-    arguments = parse(parser)
+    arguments = parser.parse_args()
     arguments.sizes = [size for some in arguments.sizes for size in some]
     if "OMP_WAIT_POLICY" not in os.environ:  # is read where torch is loaded
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})

@@ -27,6 +27,7 @@ WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which 
         "simulate_abci",
         "simulate_k20x",
         "virtual_update",
+        "batch_patterns",
         "ensemble",
         "ladder",
     ),
