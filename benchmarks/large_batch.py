@@ -35,6 +35,7 @@ from kasoku.core import Cosine, Job
 from kasoku.data import Augment, Dataset, Memory, fashion_mnist, loader
 from kasoku.device import Device, choose
 from kasoku.distributed import Recalibrate, VirtualRanks
+from kasoku.models import cnn4
 from kasoku.optim import Rate, Trust, cross_entropy, lars, sgd
 from kasoku.training.evaluation import evaluate
 
@@ -131,30 +132,6 @@ TRIED: tuple[Try, ...] = (
 )
 
 
-class Network(nn.Module):
-    """Four convolutions with BatchNorm (80 thousand parameters): 4,800 images/s in training on one core of Zen 4.
-
-    The maxima over the image are divided by 4: at their own size they make the linear layer's loss so curved that no
-    rule can take a large step.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        before = 1
-        for channels, pool in ((16, True), (32, True), (64, False), (96, False)):
-            layers.append(nn.Conv2d(before, channels, 3, padding=1, bias=False))
-            layers += [nn.MaxPool2d(2)] if pool else []
-            layers += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
-            before = channels
-        self.features = nn.Sequential(*layers, nn.MaxPool2d(7), nn.Flatten())
-        self.head = nn.Linear(before, 10)
-
-    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
-        """Images of 28x28 to logits_NK."""
-        return self.head(self.features(images_NCHW) / 4)
-
-
 def train(
     dataset: Dataset, setting: Setting, seed: int, epochs: int = EPOCHS, translate: int = TRANSLATE
 ) -> dict[str, Any]:
@@ -166,7 +143,7 @@ def train(
     batches = loader(dataset, "train", setting.batch, seed=seed, device=chosen.device, parts=parts, fill=True)
     test = loader(dataset, "test", TEST_BATCH, device=chosen.device)
     loss = functools.partial(cross_entropy, smoothing=SMOOTHING)
-    model = Network().to(chosen.device)
+    model = cnn4(in_channels=1).to(chosen.device)
     job = Job(model, setting.optimizer(), loader=batches, loss=loss, accumulate=batches.parts)
     course = Rate(Cosine(warmup=setting.warmup / epochs, epochs=epochs))
     augment = Augment(flip="random", translate=translate)

@@ -222,6 +222,7 @@ def measure(hosts: Hosts, arguments: argparse.Namespace, folder: Path, small: Pa
         "sequential_s": spread(line),
         "overlapped_over_critical_path_spread": spread(paths),
         "first_epoch_over_second_spread": spread([one / two for one, two in pairs]),
+        "seconds_by_epoch": [[k + 1, statistics.median(pair[k] for pair in pairs)] for k in range(2)],
         "epoch_s": [[round(s, 3) for s in pair] for pair in pairs],
         "tasks_s": items,
     }

@@ -18,59 +18,47 @@ chosen after the published points had been seen, so the agreement of 256 with th
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from svg import Panel, draw
 
-from kasoku.distributed import Graded, Hierarchical, OneBucket, PerLayer
-from kasoku.models import alexnet, resnet50
+from kasoku.distributed import OneBucket, PerLayer
+from kasoku.models import alexnet
 from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, load, model_costs
 from kasoku.simulate.cluster import ClusterNode, Gpu
 from kasoku.simulate.compute_model import units
 from kasoku.simulate.from_recipe import efficiency, sizes
 
 DOCS = Path(__file__).parent
-GPUS, IMAGES, STEPS = 2048, 42, 15  # of the MLPerf entry: images a GPU, steps an epoch
-WAYS = {
-    "one group after backward": Sharing(OneBucket(), reducer=Hierarchical()),
-    "graded groups behind backward": Sharing(Graded(), reducer=Hierarchical()),
-}
+sys.path.append(str(DOCS.parent / "benchmarks"))
+
+from simulate_abci import GPUS, WAYS, computing_alone, epochs, network, steps  # noqa: E402 - after its folder
+
+IMAGES, STEPS = 42, 15  # of the MLPerf entry: images a GPU, steps an epoch
 FIRST_S, EPOCH_S = 0.7445 + 0.6, 0.7445  # published: the first epoch and later ones
 K20X_MS = 36.0 / 5120 * 1e3 * 3.52 / 3.95  # an image of AlexNet
 SPEEDUPS = {16: (14.7, 14.7 / 1.46), 64: (27.0, 27.0 / 1.71)}  # published: with next-forward overlap, conventional
 
 
-def nets() -> tuple[ModelCosts, ModelCosts]:
-    """ResNet-50 with gradients in 16 bits, and AlexNet."""
-    with torch.device("meta"):
-        resnet = model_costs("resnet50", resnet50(), (3, 224, 224)).with_gradients(2)
-        return resnet, model_costs("alexnet", alexnet(), (3, 224, 224))
-
-
-def epochs(net: ModelCosts) -> None:
+def draw_epochs(net: ModelCosts) -> None:
     """[000] Fig. 8: seconds of the first ten epochs."""
-    abci = load("abci")
-    lines = {}
-    for name, way in WAYS.items():
-        each = STEPS * Simulator(abci, net, way).step(GPUS, GPUS * IMAGES).step_s
-        lines[f"simulated, {name}"] = [(k, each + (abci.costs.first_epoch_s if k == 1 else 0.0)) for k in range(1, 11)]
-    lines["published, MLPerf v0.6"] = [(1.0, FIRST_S), *((float(k), EPOCH_S) for k in range(2, 11))]
+    lines = {f"simulated, {way}": epochs(net, way, IMAGES, STEPS) for way in WAYS}
+    lines["published, MLPerf v0.6"] = [(1, FIRST_S), *((k, EPOCH_S) for k in range(2, 11))]
     title = f"ResNet-50 on {GPUS:,} V100 of ABCI, {GPUS * IMAGES:,} images a step"
     draw(DOCS / "simulated_epochs.svg", title, [Panel("seconds an epoch", lines, markers=True)], x_label="epoch")
 
 
-def batches(net: ModelCosts) -> None:
+def draw_batches(net: ModelCosts) -> None:
     """[000] Fig. 9 and 10: throughput by images a GPU, without and with optimised communication."""
-    shares = (16, 20, 24, 28, 32, 36, 40, 42, 48, 56, 64)
     rates, exposed = {}, {}
-    for name, way in WAYS.items():
-        steps = [Simulator(load("abci"), net, way).step(GPUS, GPUS * n) for n in shares]
-        rates[name] = [(n, s.images_per_s / 1e6) for n, s in zip(shares, steps, strict=True)]
-        exposed[name] = [(n, 1e3 * s.exposed_s) for n, s in zip(shares, steps, strict=True)]
-    alone = [Simulator(load("abci"), net, spread=0.0).step(1, n) for n in shares]
-    rates["computing alone"] = [(n, GPUS * s.images_per_s / 1e6) for n, s in zip(shares, alone, strict=True)]
+    for way in WAYS:
+        simulated = steps(net, way)
+        rates[way] = [(s.images // GPUS, s.images_per_s / 1e6) for s in simulated]
+        exposed[way] = [(s.images // GPUS, 1e3 * s.exposed_s) for s in simulated]
+    rates["computing alone"] = [(images, rate / 1e6) for images, rate in computing_alone(net)]
     rates["published, [000]"] = [(40, 1.73)]
     rates["published, MLPerf v0.6"] = [(42, 1.733)]
     panels = [Panel("million images/s", rates, markers=True), Panel("exposed communication, ms", exposed, markers=True)]
@@ -119,11 +107,12 @@ def speedups(net: ModelCosts) -> None:
 
 def main() -> None:
     """Draws all four."""
-    resnet, alex = nets()
-    epochs(resnet)
-    batches(resnet)
+    resnet = network()
+    draw_epochs(resnet)
+    draw_batches(resnet)
     scaling(resnet)
-    speedups(alex)
+    with torch.device("meta"):
+        speedups(model_costs("alexnet", alexnet(), (3, 224, 224)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ LAYERS = [
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2065,
     "optim": 1170,
-    "models": 830,
+    "models": 870,
     "device": 610,
     "data": 4745,
     "distributed": 5605,

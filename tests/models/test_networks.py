@@ -149,7 +149,7 @@ def test_zero_init_residual_makes_every_block_its_shortcut(name):
     assert torch.equal(block(x.clone()), x)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "cifar_vgg16_bn", "alexnet", "cnn11", "cifarnet"])
+@pytest.mark.parametrize("name", ["resnet18", "cifar_vgg16_bn", "alexnet", "cnn4", "cnn11", "cifarnet"])
 def test_a_gradient_step_lowers_the_loss(name):
     torch.manual_seed(0)
     side = 63 if name == "alexnet" else 32

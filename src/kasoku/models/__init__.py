@@ -3,6 +3,7 @@
 from kasoku.models.alexnet import alexnet
 from kasoku.models.check import check_fits
 from kasoku.models.cifarnet import cifarnet
+from kasoku.models.cnn4 import cnn4
 from kasoku.models.cnn11 import cnn11
 from kasoku.models.pretrained import Pretrained, fill, freeze, load, read
 from kasoku.models.resnet import cifar_resnet18, cifar_resnet50, resnet18, resnet34, resnet50, resnet101, resnet152
@@ -28,6 +29,7 @@ __all__ = [
     "cifar_vgg16",
     "cifar_vgg16_bn",
     "cifarnet",
+    "cnn4",
     "cnn11",
     "fill",
     "freeze",
