@@ -31,7 +31,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 5605,
     "memory": 2240,
     "config": 1395,
-    "tune": 1945,
+    "tune": 1960,
     "simulate": 1670,
     "report": 2545,
     "training": 2340,

@@ -23,6 +23,9 @@ WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which 
     ("batch_sizes", "schedules", "switched_off", "simulate_abci", "virtual_update"),
     "its figures are claims of a document, which recipes/documents/000.toml holds",
 )
+WITHOUT_RECORD |= dict.fromkeys(
+    ("ladder", "ring", "application"), "its figures are claims of a document, which recipes/documents/004.toml holds"
+)
 LINES = [line for area in records.AREAS for line in records.newest(records.read(area))]
 
 

@@ -86,6 +86,12 @@ def test_every_trial_is_a_process_and_the_table_has_the_best_first(plan, tmp_pat
     rows = list(csv.DictReader((tmp_path / "search" / "trials.csv").read_text().splitlines()))
     assert [float(row["top1"]) for row in rows] == [one.top1 for one in outcomes]
     assert {row["folder"] for row in rows} == {one.folder for one in outcomes}
+    document = json.loads((tmp_path / "search" / "search.json").read_text())
+    by_trial = sorted(outcomes, key=lambda one: one.trial)
+    assert (document["trials"], document["seconds_a_trial"]) == (4, 1.0)
+    top1s = [document[name]["result"]["top1"] for name in ("first", "best")]
+    assert top1s == [by_trial[0].top1, outcomes[0].top1]
+    assert document["best_by_trial"] == [[i, max(one.top1 for one in by_trial[:i])] for i in (1, 2, 3, 4)]
     lines = {one.trial: str(one) for one in outcomes}
     begun = {one.trial: f"trial {one.trial}: begins (top1={one.settings['top1']})" for one in outcomes}
     assert sorted(said) == sorted([*lines.values(), *begun.values()])

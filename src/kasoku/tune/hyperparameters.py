@@ -15,8 +15,10 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from kasoku.core import InputError
@@ -91,7 +93,7 @@ class _TrialProcess:
 def search(
     plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> list[TrialResult]:
-    """Runs the remaining trials. Returns all that ended, the best first, and writes them to trials.csv in the folder.
+    """Runs the remaining trials. Returns all that ended, the best first, and writes trials.csv and search.json.
 
     Once `caught` has a signal, running trials end with a checkpoint and can be continued. `say` gets a line when one
     begins and when it ends. Raises InputError without Optuna, for a folder in use or of another search, and if none can
@@ -237,13 +239,29 @@ class _Trials:
         self.study.enqueue_trial(stopped.params, user_attrs={"folder": folder} if folder else None)
 
     def _write(self) -> None:
+        """Writes trials.csv, and search.json: the first and the best trial that were done, and the best top-1 after each.
+
+        Their seconds count from the start of a trial's process.
+        """
+        outcomes = self.outcomes()
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(["trial", "how", *_FIGURES, *self.plan.space, "folder"])
-        for run in self.outcomes():
+        for run in outcomes:
             values = [*map(run.result.get, _FIGURES), *map(run.settings.get, self.plan.space)]
             rows.writerow([run.trial, run.how, *values, run.folder])
         write_text(self.plan.folder / "trials.csv", text.getvalue())
+        done = [run for run in outcomes if run.how == "done"]
+        seconds = [run.result["seconds"] for run in done if run.result["seconds"]]
+        best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
+        document = {
+            "trials": len(outcomes),
+            "first": asdict(min(done, key=lambda run: run.trial)) if done else None,
+            "best": asdict(done[0]) if done else None,
+            "seconds_a_trial": mean(seconds) if seconds else None,
+            "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
+        }
+        write_text(self.plan.folder / "search.json", json.dumps(document, indent=1) + "\n")
 
 
 def accuracies(metrics: str) -> list[float]:
