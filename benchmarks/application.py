@@ -8,7 +8,7 @@ application_program.py, a process in which importing kasoku fails, which loads t
 torch.export and photos with Pillow.
 onnx_same, torch_export_same: the share of photos with the same likeliest class. ..._apart: the largest difference of
 its probability; the CSV of `kasoku predict` has four digits.
-Result: kasoku reproduce 004. Why it matters: [004]'s cycle ends when the model is in an application.
+Result: records/documents/004.json. Why it matters: [004]'s cycle ends when the model is in an application.
 """
 
 from __future__ import annotations

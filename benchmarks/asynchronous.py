@@ -1,17 +1,20 @@
 """Is nobody slowed by others, at 48 workers, beside a slow one, over a slow link?
 
-    python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link | nodes
+    python benchmarks/asynchronous.py --case emulated48 [--transport gloo] | straggler | slow_link | nodes
 
 emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.0 M parameters). A step computes by sleeping 1.0 s, with
 10 % log-normal jitter; all else is real: every worker pushes its update to the owners of the weights, which are all
-workers, pulls all parameters each step, and waits for that; as all are of one host, through memory that they have in
-common. speedup_48: exchanges a second of 48 workers over the steps of one, which exchanges with nobody, in the same
-run; the first steps do not count.
+workers, pulls all parameters each step, and waits for that: through memory that they have in common, as all are of one
+host, or with --transport gloo through sockets of the loopback device. speedup_48: exchanges a second of 48 workers over
+the steps of one, which exchanges with nobody, in the same run; the first steps do not count. speedups: the same for
+each number of workers.
 sum_error: how far the weights moved in all, against the sum of what was pushed, relative.
 sync_speedup_48: the same of an all-reduce by Overlap; sleep_at_40: seconds of computing below which the speed-up of 48
 falls under 40, from what the 48 exchange at most (without any sleep).
-straggler (root): four hosts, three with 40 % of a core and one with 8 %, cifarnet on CIFAR-10; async_over_ideal: over
-what the four do alone; the last meeting, which waits for a step of the slow one (8 s), counts.
+straggler (root): four hosts, three with 40 % of a core and one with 8 %, cifarnet on CIFAR-10, in images/s.
+async_over_sync: over Overlap with equal shares of the batch; async_over_sync_shares: over Overlap with shares by speed
+(Shares); async_over_ideal: over what the four do alone. The last sync point, which waits for a step of the slow one
+(8 s), counts.
 slow_link (root): two hosts at 200 Mbit/s, bf16 on the wire on both sides, equal samples.
 nodes (root): the same with two ranks a host: synchronous inside and asynchronous between the hosts, beside Overlap of
 all ranks in two levels; the sides take turns, with equal samples. On two cores it takes about eight minutes.
@@ -44,8 +47,10 @@ from kasoku.models import cnn11
 
 WARM, STEPS = 2, 12
 JITTER = 0.1
-CLAIMS = {  # transport between ranks of one host is shared memory
-    "async/48_workers/shared_memory": ("speedup_48", "sync_speedup_48", "exchanges_per_s", "exchange_ms", "cpu_ms"),
+BESIDE = ("speedup_48", "sync_speedup_48", "exchanges_per_s", "exchange_ms", "cpu_ms")
+CLAIMS = {  # by transport
+    "memory": {"async/48_workers/shared_memory": BESIDE},
+    "gloo": {"async/48_workers/gloo": BESIDE},
 }
 LOST = 1e-4  # of what was pushed, at most: float32 rounds
 MIB = 2**20
@@ -161,6 +166,7 @@ def emulated48(arguments: argparse.Namespace) -> None:
         cpu_ms[workers] = round(1e3 * statistics.mean(one["cpu_s"] for one in found), 1)
         print(f"{workers}: {rates[workers]:.2f} exchanges/s, {exchange_ms[workers]} ms each, error {errors[-1]:.1e}, "
               f"CPU of a worker's step {cpu_ms[workers]} ms", flush=True)  # fmt: skip
+    figures["speedups"] = [[n, round(x / rates[1], 2)] for n, x in rates.items()]
     most = max(rates)
     width = CODECS[arguments.wire].dtype.itemsize
     figures |= {f"efficiency_{n}": round(x / rates[1] / n, 3) for n, x in rates.items() if 1 < n < most}
@@ -173,8 +179,9 @@ def emulated48(arguments: argparse.Namespace) -> None:
         "sum_error": max(errors),
         "n": arguments.steps,
     }
-    figures |= limits(arguments, model, technique, rates[1])
-    finish("asynchronous_emulated48", {**vars(arguments), "parameters": size}, figures, CLAIMS)
+    if not arguments.curve:
+        figures |= limits(arguments, model, technique, rates[1])
+    finish("asynchronous_emulated48", {**vars(arguments), "parameters": size}, figures, CLAIMS[arguments.transport])
 
 
 def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any, alone: float) -> dict[str, Any]:
@@ -195,6 +202,8 @@ def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link", "nodes"), default="emulated48")
+    parser.add_argument("--transport", choices=sorted(CLAIMS), default="memory", help="emulated48: between workers")
+    parser.add_argument("--curve", action="store_true", help="emulated48: nothing but speedups, in half the time")
     parser.add_argument("--wire", choices=sorted(CODECS), default="fp32", help="emulated48")
     parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
     parser.add_argument(
@@ -218,6 +227,8 @@ def main() -> int:
     if arguments.case == "emulated48":
         if arguments.steps <= WARM:
             parser.error(f"--steps {arguments.steps}: more than {WARM}, which do not count")
+        if arguments.transport == "gloo":
+            del os.memfd_create  # as on a system without memory that processes share
         emulated48(arguments)
         return 0
     if "RANK" not in os.environ:

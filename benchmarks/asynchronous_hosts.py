@@ -24,7 +24,7 @@ from cluster import connected, ratio, shape
 from common import finish
 from kasoku.core import Comm, Job, Technique
 from kasoku.core.schedule import Linear
-from kasoku.data import Augment, Dataset, loader, sample
+from kasoku.data import Augment, Dataset, Shares, by_speed, loader, sample
 from kasoku.device import Device, choose
 from kasoku.distributed import Asynchronous, Graded, Hierarchical, Overlap, Wire
 from kasoku.models import cifarnet
@@ -35,7 +35,7 @@ HOSTS = {"straggler": 4, "slow_link": 2, "nodes": 2}
 NODE, ROUNDS = 2, 8  # of nodes: ranks of a host; turns of each side
 CLAIMS = {
     "straggler": {
-        "async/straggler/over_sync": ("async_over_sync", "images_per_s", "mean_staleness"),
+        "async/straggler/over_sync": ("async_over_sync", "async_over_sync_shares", "images_per_s", "mean_staleness"),
         "async/straggler/over_ideal": "async_over_ideal",
     },
     "slow_link": {
@@ -111,42 +111,54 @@ def trained(job: Job, *, steps: int = 10**9, seconds: float = 1e9) -> tuple[int,
                 return done, time.perf_counter() - start
 
 
-def rates(comm: Comm, done: int, seconds: float) -> float:
-    """Steps a second of all ranks."""
-    return float(sum(n / s for n, s in comm.gather_objects((done, seconds))))
+def rate(comm: Comm, images: int, seconds: float) -> float:
+    """Images a second of all ranks."""
+    return float(sum(n / s for n, s in comm.gather_objects((images, seconds))))
 
 
 def straggler(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
     """Four hosts, one of them with a fifth of the others' processor."""
     dataset = images()
     folder = limited(SHARES[comm.rank], comm.rank)
-    figures: dict[str, Any] = {}
+    pace, stale = {}, 0.0
     try:
         job = job_of(comm, dataset, asked, ())
         trained(job, steps=2)
         comm.gather_objects(None)
-        figures["ideal"] = rates(comm, *trained(job, seconds=asked.seconds))
-        for name, techniques in sides(asked).items():
+        done, took = trained(job, seconds=asked.seconds)
+        pace["ideal"] = rate(comm, done * asked.batch, took)
+        equal = (asked.batch,) * comm.size
+        by_pace = by_speed(asked.batch * comm.size, comm.gather_objects(done / took))
+        both = sides(asked)
+        shared = (*both["sync"], Shares(by_pace))
+        for name, techniques, shares in [
+            ("sync", both["sync"], equal),
+            ("sync_shares", shared, by_pace),
+            ("async", both["async"], equal),
+        ]:
             job = job_of(comm, dataset, asked, techniques)
             _, took = trained(job, steps=2)
             slowest = max(comm.gather_objects(took / 2))
             job.drain()
-            much = {"steps": max(3, round(asked.seconds / slowest))} if name == "sync" else {"seconds": asked.seconds}
+            waits = name != "async"
+            much = {"steps": max(3, round(asked.seconds / slowest))} if waits else {"seconds": asked.seconds}
             done, took = trained(job, **much)
             start = time.perf_counter()
             job.drain()
-            figures[name] = rates(comm, done, took + time.perf_counter() - start)
-            if name == "async":
-                figures["mean_staleness"] = mean_staleness(job)
+            pace[name] = rate(comm, done * shares[comm.rank], took + time.perf_counter() - start)
+            stale = stale if waits else mean_staleness(job)
             job.close()
     finally:
         freed(folder)
-    pace = {name: figures.pop(name) for name in ("ideal", "sync", "async")}
-    figures["images_per_s"] = {name: round(asked.batch * x, 1) for name, x in pace.items()}
-    figures["async_over_sync"] = round(pace["async"] / pace["sync"], 3)
-    figures["n"] = 1
-    figures["async_over_ideal"] = round(pace["async"] / pace["ideal"], 3)
-    return figures
+    return {
+        "images_per_s": {name: round(x, 1) for name, x in pace.items()},
+        "async_over_sync": round(pace["async"] / pace["sync"], 3),
+        "async_over_sync_shares": round(pace["async"] / pace["sync_shares"], 3),
+        "async_over_ideal": round(pace["async"] / pace["ideal"], 3),
+        "mean_staleness": stale,
+        "shares": by_pace,
+        "n": 1,
+    }
 
 
 def slow_link(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
@@ -161,7 +173,7 @@ def slow_link(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         done, _ = trained(job, steps=asked.steps - WARM)
         job.drain()
-        pace[name] = rates(comm, done, time.perf_counter() - start)
+        pace[name] = rate(comm, done * asked.batch, time.perf_counter() - start)
         top1[name] = accuracy(comm, job, dataset)
         job.close()
     shape(0)
@@ -169,7 +181,7 @@ def slow_link(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
         "async_over_sync": round(pace["async"] / pace["sync"], 3),
         "n": 1,
         "accuracy_gap": round(top1["sync"] - top1["async"], 2),
-        "images_per_s": {name: round(asked.batch * x, 1) for name, x in pace.items()},
+        "images_per_s": {name: round(x, 1) for name, x in pace.items()},
         "top1": {name: round(x, 2) for name, x in top1.items()},
     }
 

@@ -9,7 +9,7 @@ allocator (tune_malloc), decode (kasoku's loader from the same files), pack (the
 256), and batch (the size that tune_batch_size finds, by images/s).
 speed: images/s of each rung over those of the first; alone: with that step only. Each measurement is a process of its
 own, in turns; the first six steps, whose batches may have been ready before, do not count. Medians over --rounds.
-Result: kasoku reproduce 004. Why it matters: [004] lists these steps and no figure for any.
+Result: records/documents/004.json. Why it matters: [004] lists these steps and no figure for any.
 """
 
 from __future__ import annotations

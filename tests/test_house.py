@@ -34,8 +34,8 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 1960,
     "simulate": 1670,
     "report": 2545,
-    "training": 2340,
-    "commands": 2090,
+    "training": 2345,
+    "commands": 2120,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

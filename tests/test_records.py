@@ -19,12 +19,9 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 records = importlib.import_module("records")
 
+_OF_DOCUMENTS = "batch_sizes schedules switched_off simulate_abci virtual_update ensemble ladder ring application"
 WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which is made by hand"} | dict.fromkeys(
-    ("batch_sizes", "schedules", "switched_off", "simulate_abci", "virtual_update"),
-    "its figures are claims of a document, which recipes/documents/000.toml holds",
-)
-WITHOUT_RECORD |= dict.fromkeys(
-    ("ladder", "ring", "application"), "its figures are claims of a document, which recipes/documents/004.toml holds"
+    _OF_DOCUMENTS.split(), "its figures are claims of a document, and stand in records/documents"
 )
 LINES = [line for area in records.AREAS for line in records.newest(records.read(area))]
 
@@ -203,7 +200,7 @@ def claims_of(name: str) -> set[str]:
         return set(module.claims("recipes/cifar10_cifarnet_94.toml", rival=True)).union(
             *(module.claims(recipe, rival=False) for recipe in module.SUBJECTS)
         )
-    if name in ("asynchronous_hosts", "asynchronous_accuracy"):
+    if name.startswith("asynchronous"):
         return {claim for claims in module.CLAIMS.values() for claim in claims}
     return {claim for claims in found.values() for claim in claims}
 

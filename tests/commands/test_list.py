@@ -106,6 +106,7 @@ def test_print_gives_the_resolved_recipe_and_nothing_else(capsys, tmp_path, monk
 def test_every_recipe_is_in_the_package():
     assert "digits_cnn_98" in RECIPES
     root = Path(__file__).parents[2]
-    assert sorted(path.stem for path in (root / "recipes").glob("*.toml")) == sorted(RECIPES)
+    names = [path.relative_to(root / "recipes").with_suffix("") for path in (root / "recipes").rglob("*.toml")]
+    assert {str(name) for name in names if not name.name.isdecimal()} == set(RECIPES)  # 000.toml is no recipe
     data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["kasoku"]
-    assert "recipes/*.toml" in data
+    assert {"recipes/*.toml", "recipes/documents/*.toml"} <= set(data)

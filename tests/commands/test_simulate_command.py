@@ -99,6 +99,9 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path
     assert all(n <= 8 or n % 8 == 0 for n, *_ in one)
     assert one[-1][1] > graded[-1][1] > better[-1][1]  # seconds a step at 512
     assert recipe[-1][1] <= graded[-1][1]
+    rates, times = (sweep[key]["one group after backward"] for key in ("points", "speedups"))
+    assert times == [[n, pytest.approx(images_per_s / rates[0][2])] for n, _, images_per_s in rates]
+    assert times[0] == [1, 1]
     drawn = (tmp_path / "s" / "sweep.html").read_text()
     assert '"name":"one group after backward"' in drawn
     assert f"; {', '.join(changes)}" in drawn
@@ -130,7 +133,7 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
         ),
         (["--cluster", "abci", "--gpus", "10"], "take 1 to 4, or a multiple of 4"),
         (["--cluster", "abci", "--gpus", "2048", "--batch", "1000", "--set", "norm_batch=0"], "batch=1000"),
-        (["--cluster", "nowhere"], "one of abci, dgx-a100, dgx-h100, dgx1-v100, mn2, or a file"),
+        (["--cluster", "nowhere"], "one of abci, dgx-a100, dgx-h100, dgx1-v100, mn2, tsubame25, or a file"),
         (["--cluster", "abci", "--what-if", "speed=2"], "speed: no such key"),
         (["--cluster", "abci", "--sweep", "gpus=1:9999"], "abci has 4,352 GPUs"),
         (["--cluster", "abci", "--sweep", "nodes=1:9"], "gpus=A:B is wanted"),

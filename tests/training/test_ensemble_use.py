@@ -65,6 +65,33 @@ def test_predict_has_the_accuracy_of_eval(name, digits, tmp_path):
     assert scores.images == len(rows) == 360
 
 
+def test_a_submission_has_the_five_likeliest_of_each_image_in_order(digits, tmp_path, capsys):
+    (tmp_path / "numbers.txt").write_text("".join(f"{k} {10 * k + 7} digit_{k}\n" for k in reversed(range(10))))
+    command = ["predict", str(digits / "run"), str(digits / "all"), "--numbers", str(tmp_path / "numbers.txt")]
+    assert main([*command, "--out", str(tmp_path / "submission.txt")]) == 0
+    lines = (tmp_path / "submission.txt").read_text().splitlines()
+    rows = predicted(digits / "run", digits / "all", out=tmp_path / "digits.csv")
+    assert lines == [" ".join(str(10 * int(row[f"class_{i}"]) + 7) for i in range(1, 6)) for row in rows]
+    truth = [10 * int(file.stem[-1]) + 7 for file in sorted((digits / "all" / "deep").iterdir())]
+    right = sum(str(number) in line.split() for line, number in zip(lines, truth, strict=True))
+    assert right / 360 == pytest.approx(kasoku.evaluate(digits / "run").top5)
+    (tmp_path / "numbers.txt").write_text("1 1\n2 two\n")
+    assert main(command) == 2
+    assert "no number of class 0: lines of a class and its number are wanted" in capsys.readouterr().err
+
+
+def test_a_submission_has_a_line_for_an_image_that_cannot_be_read(digits, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "0.png").write_bytes(b"no image")
+    (tmp_path / "images" / "1.png").write_bytes(next((digits / "all" / "deep").iterdir()).read_bytes())
+    (tmp_path / "numbers.txt").write_text("".join(f"{k} {k + 1}\n" for k in range(10)))
+    command = ["predict", str(digits / "run"), str(tmp_path / "images"), "--numbers", str(tmp_path / "numbers.txt")]
+    assert main([*command, "--out", str(tmp_path / "out.txt")]) == 2
+    first, second = (tmp_path / "out.txt").read_text().splitlines()
+    assert first == "0 0 0 0 0"
+    assert len({*second.split()} & {*map(str, range(1, 11))}) == 5
+
+
 def test_an_ensemble_predicts_the_mean_probability_of_its_members(digits):
     images = sorted((digits / "all" / "deep").iterdir())[:20]
     runs = [digits / "run", digits / "run" / "member-1", digits / "run" / "member-2"]

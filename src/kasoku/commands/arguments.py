@@ -185,9 +185,12 @@ class PredictArguments(AllowArguments):
     trained: Path = argument(metavar="RUN")
     images: tuple[Path, ...] = argument(nargs="+", metavar="IMAGE|DIR")
     out: Path | None = option(metavar="FILE", help="where to (default: standard output)")
+    numbers: Path | None = option(metavar="FILE", help="a submission with these: lines CLASS NUMBER")
     description: ClassVar[str] = (
         "RUN is a run folder, or that of an ensemble: the mean of its members' probabilities. Columns: image, class_1, "
-        "probability_1, ..., class_5, probability_5, error (why the image cannot be read)."
+        "probability_1, ..., class_5, probability_5, error (why the image cannot be read). With --numbers instead, as "
+        "the ILSVRC wants submissions: an image a line, the numbers of its five likeliest classes; 0 for an image that "
+        "cannot be read."
     )
     if_interrupted: ClassVar[str] = "the rows that were written stand"
 

@@ -1,12 +1,14 @@
-"""`kasoku predict`: the five likeliest classes of images, as CSV."""
+"""`kasoku predict`: the five likeliest classes of images, as CSV or as a submission to the ILSVRC."""
 
 import csv
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import IO
 
 from kasoku.commands.arguments import PredictArguments
-from kasoku.core import InputError
+from kasoku.core import InputError, summary
 from kasoku.data import find_images
 from kasoku.training.trained_run import classify, load_members
 
@@ -14,9 +16,11 @@ from kasoku.training.trained_run import classify, load_members
 def run(arguments: PredictArguments) -> int:
     """Writes a row for each image: its path, class and probability of the five likeliest, why it cannot be read.
 
-    Returns the exit code. Raises InputError in the end if some images cannot be read.
+    With --numbers a line for each image, of the five likeliest classes' numbers. Returns the exit code. Raises
+    InputError in the end if some images cannot be read.
     """
     members = load_members([arguments.trained], precision="fp32")  # bf16 rounds probabilities to two digits
+    numbers = _numbers(arguments.numbers, members[0].classes) if arguments.numbers else None
     files = [file for image in arguments.images for file in find_images(image)]
     top = min(5, len(members[0].classes))
     columns = [f"{column}_{i + 1}" for i in range(top) for column in ("class", "probability")]
@@ -27,11 +31,27 @@ def run(arguments: PredictArguments) -> int:
         stream = out.open("w", encoding="utf-8", errors="surrogateescape", newline="")  # a path may be any bytes
     with stream as lines:
         table = csv.writer(lines)
-        table.writerow(["image", *columns, "error"])
+        if numbers is None:
+            table.writerow(["image", *columns, "error"])
         for file, likeliest, error in classify(members, files, top):
+            errors += [error] if error else []
+            if numbers is not None:
+                print(*([numbers[name] for name, _ in likeliest] or ["0"] * top), file=lines)
+                continue
             cells = [cell for name, share in likeliest for cell in (name, f"{share:.4f}")]
             table.writerow([file, *(cells or [""] * len(columns)), error])
-            errors += [error] if error else []
     if errors:
         raise InputError(f"{len(errors)} of {len(files)} images cannot be read, the first: {errors[0]}")
     return 0
+
+
+def _numbers(file: Path, classes: Sequence[str]) -> dict[str, str]:
+    """The number of each class. Raises InputError for a file without it; more words in a line are not read."""
+    try:
+        lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"--numbers {file}: cannot be read ({summary(error)})") from error
+    numbers = {words[0]: words[1] for words in lines if len(words) > 1 and words[1].isdecimal()}
+    if lost := [name for name in classes if name not in numbers]:
+        raise InputError(f"--numbers {file}: no number of class {lost[0]}: lines of a class and its number are wanted")
+    return numbers

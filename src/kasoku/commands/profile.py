@@ -25,7 +25,7 @@ from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
 from kasoku.report.bottleneck import StepFacts, find_bottlenecks
 from kasoku.report.profile_tables import ms, profile_tables
 from kasoku.report.profiler import Profiler, StepProfile
-from kasoku.training.run_folder import output_folder
+from kasoku.training.run_folder import output_folder, unused_folder
 from kasoku.training.trainer import build
 
 
@@ -54,6 +54,7 @@ def _recipe(arguments: ProfileArguments, ranks: int) -> Recipe:
 def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     recipe = run_on_all_ranks(comm, lambda: _recipe(arguments, comm.size))
     check_same(recipe, comm)
+    run_on_all_ranks(comm, lambda: unused_folder(arguments.out, arguments.recipe, "profile"))  # refused before minutes
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, start=start))
     if comm.rank == 0:
         print(training.device_setup.summary, flush=True)

@@ -49,7 +49,10 @@ def run(arguments: SimulateArguments) -> int:
     if lines:
         points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
         parts = case.recipe.parts(step.gpus)
-        document["sweep"] = {"images_a_gpu": case.images_each(step), "parts": parts, "points": points}
+        alone = {name: steps[0].images_per_s / steps[0].gpus for name, steps in lines.items()}
+        speedups = {name: [[s.gpus, s.images_per_s / alone[name]] for s in steps] for name, steps in lines.items()}
+        drawn = {"points": points, "speedups": speedups}
+        document["sweep"] = {"images_a_gpu": case.images_each(step), "parts": parts, **drawn}
     folder = output_folder(arguments.out, arguments.recipe, "simulated")
     write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
     files = ["simulation.json"]

@@ -239,9 +239,9 @@ class _Trials:
         self.study.enqueue_trial(stopped.params, user_attrs={"folder": folder} if folder else None)
 
     def _write(self) -> None:
-        """Writes trials.csv, and search.json: the first and the best trial that were done, and the best top-1 after each.
+        """Writes trials.csv, and search.json: the first and the best of the done trials, and the best top-1 so far.
 
-        Their seconds count from the start of a trial's process.
+        The seconds of a trial count from the start of its process.
         """
         outcomes = self.outcomes()
         text = io.StringIO()
