@@ -24,18 +24,18 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2065,
-    "optim": 1170,
+    "optim": 1150,
     "models": 870,
     "device": 610,
     "data": 4745,
     "distributed": 5605,
     "memory": 2240,
     "config": 1395,
-    "tune": 1960,
-    "simulate": 1670,
-    "report": 2545,
-    "training": 2345,
-    "commands": 2120,
+    "tune": 1775,
+    "simulate": 1665,
+    "report": 2525,
+    "training": 2355,
+    "commands": 2045,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

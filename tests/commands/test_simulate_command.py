@@ -53,7 +53,7 @@ def test_a_step_on_2048_gpus_is_itemised_and_drawn(tmp_path: Path, capsys: pytes
     rows = found["rows"]
     assert isinstance(rows, dict)
     steps = 16 * 90 * found["step_s"]  # type: ignore[operator]
-    assert sum(rows[k] for k in ("input", "forward", "backward", "exposed")) == pytest.approx(steps, rel=1e-9)
+    assert sum(rows[k] for k in ("forward", "backward", "exposed")) == pytest.approx(steps, rel=1e-9)
     assert rows["evaluate"] == pytest.approx(23 * 0.06)
     few = simulated(tmp_path / "few", "--cluster", "abci", "--gpus", "4", "--set", "batch=2560")["rows"]
     assert isinstance(few, dict)

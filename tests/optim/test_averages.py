@@ -64,18 +64,6 @@ def test_lookahead_sets_the_weights_to_the_slow_ones():
     torch.testing.assert_close(p.detach(), torch.full_like(p, slow))
 
 
-def test_a_growing_lookahead_starts_without_memory():
-    technique = Lookahead(every=1, decay=0.8, power=3, epochs=2)
-    job = make(technique)
-    p = job.model.head.bias
-    expected = None
-    for n in range(1, 9):
-        write(job, float(n))
-        share = 0.8 * (n / 8) ** 3
-        expected = float(n) if expected is None else share * expected + (1 - share) * n
-    torch.testing.assert_close(p.detach(), torch.full_like(p, expected))
-
-
 def test_averages_refuse_each_other():
     with pytest.raises(InputError, match="techniques EMA and Lookahead cannot be combined"):
         make(EMA(), Lookahead())
@@ -117,7 +105,6 @@ def test_clip_bounds_the_common_norm():
         (lambda: Clip(norm=0), "norm=0: above 0"),
         (lambda: EMA(decay=1.0), "decay=1: must be at least 0 and below 1"),
         (lambda: EMA(every=0), "every=0: must be at least 1"),
-        (lambda: Lookahead(power=3), "power=3, epochs=0.0: a decay that grows needs"),
     ],
 )
 def test_a_setting_outside_its_range_is_one_line(wrong, line: str):

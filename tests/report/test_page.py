@@ -166,14 +166,13 @@ def test_every_chart_is_one_that_plotly_takes(one, tmp_path):
     from plotly.graph_objects import Figure
 
     other = shown.run_folder(tmp_path / "other")
-    samples = [{"lr": 0.1, "loss": 1.0}, {"lr": 1.0, "loss": 9.0}]
-    shown.write(other, tuning={"what": "lr", "chosen": 0.1, "samples": samples, "spent_s": 1.0, "budget_s": 60.0})
+    shown.write(other, tuning=shown.tuning())
     both = tmp_path / "both.html"
     assert main(["report", str(one.parent), str(other), "--out", str(both)]) == 0
     found = {chart["key"]: chart for file in (one, both) for chart in charts_of(file)}
     assert set(found) == {
         *("loss", "rate", "accuracy", "accuracy-time", "utilization", "memory", "ledgers", "ledger-0", "timeline-0"),
-        *("tuning-0", "tuning-image-0", "tuning-1", "accuracies-0", "confusion-0"),
+        *("tuning-0", "tuning-image-0", "tuning-1", "tuning-image-1", "accuracies-0", "confusion-0"),
     }
     for chart in found.values():
         Figure(data=chart["data"], layout=chart["layout"])  # raises on a property it does not know

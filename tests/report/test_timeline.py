@@ -19,12 +19,6 @@ def test_a_span_inside_another_is_thinner_and_drawn_over_it(figures):
     assert traces[names.index("forward")]["x"] == (4000,)
 
 
-def test_streams_may_be_numbers_or_missing(figures):
-    span = {"kind": "forward", "name": "", "start": 0.0, "stop": 1e-3}
-    axis = figures.timeline({"spans": [{**span, "stream": 7, "rank": 3}, span]}).figure.layout.yaxis
-    assert axis.ticktext == ("0", "3 7")
-
-
 def test_a_long_timeline_is_cut_and_the_page_says_so(figures):
     span = {"kind": "forward", "name": "", "rank": 0, "bytes": 0, "stream": "compute"}
     spans = [{**span, "start": i / 1000, "stop": (i + 0.5) / 1000} for i in range(9000)]

@@ -108,14 +108,6 @@ def test_without_differences_between_ranks_nothing_is_waited_for() -> None:
     assert plain.straggler_s == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_node_whose_cpus_decode_too_slowly_waits_for_input() -> None:
-    cluster = load("dgx-h100")
-    starved = replace(cluster, node=replace(cluster.node, input_images_s=10_000.0))
-    step = Simulator(starved, resnet()).step(8, 3200)
-    assert step.images_per_s == pytest.approx(10_000, rel=1e-9)
-    assert step.input_s > 0 == Simulator(cluster, resnet()).step(8, 3200).input_s
-
-
 def test_the_network_is_known_by_its_layers_work() -> None:
     net = resnet()
     assert sum(layer.products for layer in net.layers) == pytest.approx(4.089e9, rel=1e-3)
@@ -157,9 +149,6 @@ def test_a_share_in_parts_is_updated_once() -> None:
     step = Simulator(cluster, small(), spread=0.0, profile=profile).step(8, 8 * 32, parts=4)
     assert step.compute_s == pytest.approx(4 * 3e-3 * len(times) + 0.5)
     assert step.straggler_s == pytest.approx(0.0, abs=1e-12)
-    starved = replace(cluster, node=replace(cluster.node, input_images_s=1.0))
-    waiting = Simulator(starved, small(), spread=0.0, profile=profile).step(8, 8 * 32, parts=4)
-    assert waiting.step_s == pytest.approx(256.0)
 
 
 def test_batch_norms_over_ranks_wait_both_ways_in_each_part() -> None:

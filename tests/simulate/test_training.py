@@ -33,7 +33,7 @@ def case_of(name: str, *settings: str, technique: str = "") -> Scenario:
 def steps_s(case: Scenario) -> float:
     """The seconds of all steps."""
     rows = case.rows(case.step(GPUS))
-    return sum(rows[item] for item in ("input", "forward", "backward", "exposed"))
+    return sum(rows[item] for item in ("forward", "backward", "exposed"))
 
 
 def test_a_batch_that_grows_is_the_sum_of_the_steps_of_each_batch() -> None:

@@ -359,7 +359,7 @@ def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
     assert "NaN" not in text
     assert "Infinity" not in text
     told = json.loads(text)
-    assert (told["what"], told["strategy"], told["chosen"]) == ("minibatch", "TimeToTarget", 16)
+    assert (told["strategy"], told["chosen"]) == ("TimeToTarget", 16)
     assert (told["spent_s"], told["budget_s"], told["speeds"]) == (3.0, 60.0, [100.0, 50.0])
     first, second, failed = told["samples"]
     keys = {"batch", "step_s", "low_s", "high_s", "images_per_s", "utilisation", "epochs", "goodput", "failed"}

@@ -87,12 +87,11 @@ class KubernetesArguments(LaunchArguments):
 class TuneArguments(RecipeArguments):
     """The arguments of `kasoku tune`."""
 
-    what: str = option(choices=("minibatch", "lr"), default="minibatch", help="(default: %(default)s)")
     strategy: str | None = option(
         metavar="NAME", help=f"{', '.join(STRATEGIES)}, or one of your own (default: the recipe's, else the first)"
     )
     budget: float | None = option(metavar="SECONDS", help="how long it may take (default: the recipe's tune.budget)")
-    range: str | None = option(metavar="LOW:HIGH", help="of the batch, or of the optimizer's lr")
+    range: str | None = option(metavar="LOW:HIGH", help="of the batch")
     out: Path | None = option(metavar="DIR", help="write tuning.json there, which kasoku report draws")
     if_interrupted: ClassVar[str] = "nothing was changed"
 

@@ -85,6 +85,6 @@ def _show(results: Sequence[TrialResult]) -> None:
         rows.append([str(result.trial), result.how, *figures, *result.settings.values()])
     print_table("", rows, ("trial", "how", "top-1", "seconds", *(results[0].settings if results else ())))
     if len(results) > _SHOWN:
-        print(f"and {len(results) - _SHOWN} more in trials.csv")
+        print(f"and {len(results) - _SHOWN} more")
     if results and results[0].how == "done":
         print(" ".join(f"--set {shlex.quote(f'{path}={value}')}" for path, value in results[0].settings.items()))

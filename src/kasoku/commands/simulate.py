@@ -87,7 +87,6 @@ def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, titl
         "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
         "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
         "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
-        "waiting for input": f"{_MS * step.input_s:.2f} ms",
         "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy}); the largest by {step.inputs.choice()}",
         **case.described(step),
         "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
@@ -115,7 +114,7 @@ def _range(text: str) -> tuple[int, int]:
 
 def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:
     """The simulated training as a run, whose page shows a step."""
-    kinds = ("input", "forward", "backward", "exposed")
+    kinds = ("forward", "backward", "exposed")
     rows = case.rows(step)
     whole = sum(rows[kind] for kind in kinds)
     step_s = {kind: rows[kind] / whole * step.step_s for kind in kinds}

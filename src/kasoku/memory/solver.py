@@ -16,7 +16,7 @@ from kasoku.memory.memory_model import ChainSetting, MemoryNeed, memory_need
 from kasoku.memory.segment import Program, build_program, norms_in_place
 
 _LONGEST = 4  # units in a segment
-_CHUNKS = (4, 16)  # images at a time
+_CHUNK = 4  # images at a time
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int
     elsewhere = {v for v, held in zip((0, graph.out), setting.held_elsewhere, strict=True) if held}
     bf16 = {v for v, shape in enumerate(shapes) if how.bf16 and shape.dtype.itemsize > 2} - elsewhere
     whole_batch = how.exact or any(node.uses_batch_statistics for node in graph.nodes)
-    chunks = [0] if whole_batch else [0, *(chunk for chunk in _CHUNKS if chunk < batch)]
+    chunks = [0] if whole_batch or batch <= _CHUNK else [0, _CHUNK]
     seen = set()
     for remedy, kept in _remedies(graph, setting.image_gradient):
         program = build_program(graph, kept, input_gradient=setting.image_gradient, bf16=frozenset(bf16))

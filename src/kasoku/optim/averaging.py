@@ -61,36 +61,22 @@ class Lookahead(Technique, refuses=_REFUSED, averages_weights=True, moves_weight
     Args:
         every: steps between rounds, at least 1.
         decay: share of the slow weights kept at a round, from 0 to below 1; 0 changes nothing.
-        power: 0 or more; 0 keeps the decay constant, else it grows as decay * (progress / epochs)^power.
-        epochs: the epoch at which a growing decay reaches its full value, above 0 for one.
 
     Saves: steps: less noise at high rates.
     Costs: a copy of the weights, and a pass over them each round.
     Maths: slow = decay * slow + (1 - decay) * w; w = slow.
-    Ref: Zhang et al. 2019 (arXiv 1907.08610); airbench's growing form: decay .95^5, power 3, every 5.
+    Ref: Zhang et al. 2019 (arXiv 1907.08610).
     """
 
     every: int = 5
     decay: float = 0.5
-    power: float = 0.0
-    epochs: float = 0.0
 
     def __post_init__(self) -> None:
         refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1, inf))
-        if self.power < 0 or (self.power > 0 and not self.epochs > 0):
-            wanted = "a decay that grows needs a power above 0 and the epochs it grows over"
-            raise InputError(f"power={self.power}, epochs={self.epochs}: {wanted}")
 
     def apply(self, job: Job) -> None:
         """At every `every`-th update, averages and writes the average back; evaluation uses the slow weights."""
-
-        def share(updates: int, steps: float) -> float:
-            if not self.power:
-                return self.decay
-            passed = updates * job.accumulate / max(1, len(job.loader)) / self.epochs  # type: ignore[arg-type]
-            return float(self.decay * min(1.0, passed) ** self.power)
-
-        _Average(job, "lookahead", every=self.every, share=share, write_back=True)
+        _Average(job, "lookahead", every=self.every, share=lambda updates, steps: self.decay, write_back=True)
 
 
 class _Average:

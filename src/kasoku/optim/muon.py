@@ -55,7 +55,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameter groups; each may set lr, momentum, weight_decay (SGD groups only) and `filters`.
-        lr, momentum, steps, normalize: as in `muon`, for groups that set none.
+        lr, momentum, steps: as in `muon`, for groups that set none.
     """
 
     def __init__(
@@ -65,9 +65,8 @@ class Muon(torch.optim.Optimizer):
         *,
         momentum: float = 0.6,
         steps: int = 3,
-        normalize: bool = True,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "steps": steps, "normalize": normalize}
+        defaults = {"lr": lr, "momentum": momentum, "steps": steps}
         super().__init__(params, {**defaults, "weight_decay": 0.0, "filters": True})
 
     @torch.no_grad()
@@ -94,8 +93,7 @@ class Muon(torch.optim.Optimizer):
                 continue
             updates = _orthogonalize_all([d.reshape(len(d), -1) for d in directions], group["steps"])
             for p, update in zip(params, updates, strict=True):
-                if group["normalize"]:
-                    p.mul_(len(p) ** 0.5 / torch.linalg.vector_norm(p).clamp(min=1e-12))
+                p.mul_(len(p) ** 0.5 / torch.linalg.vector_norm(p).clamp(min=1e-12))
                 p.add_(update.reshape(p.shape), alpha=-group["lr"])
 
 
@@ -136,7 +134,6 @@ def muon(
     *,
     momentum: float = 0.6,
     steps: int = 3,
-    normalize: bool = True,
     rest: SGDSettings = SGDSettings(),
 ) -> Muon:
     """Muon for the filters; Nesterov SGD for biases, norm parameters and the head.
@@ -146,7 +143,6 @@ def muon(
         lr: rate of the filters (weights of two dimensions or more, except the head), 0 or more.
         momentum: share of the filters' velocity kept at each step, from 0 to below 1.
         steps: Newton-Schulz iterations, from 1 to 10; 3 for small networks, 5 in general.
-        normalize: scale each filter bank to norm sqrt(output channels) before its update.
         rest: settings for all other parameters.
 
     Raises:
@@ -154,7 +150,8 @@ def muon(
 
     Saves: steps: reaches the same accuracy in fewer epochs than SGD.
     Costs: 3 * steps matrix products for each filter in each step, whatever the batch.
-    Maths: v = momentum * v + g; w -= lr * U V' of the SVD U S V' of g + momentum * v, approximately.
+    Maths: v = momentum * v + g; w = sqrt(output channels) * w / |w| - lr * U V' of the SVD U S V' of g + momentum * v,
+        approximately; |w| is the norm of the filter bank.
     Ref: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); airbench94_muon for the normalised form.
     """
     refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1))
@@ -181,4 +178,4 @@ def muon(
         {**sgd_group(whitening, rest.bias_lr, decay), "until": rest.whitening_epochs},
         sgd_group([p for p in matrices if p is head], rest.head_lr, rest.weight_decay),
     ]
-    return Muon([g for g in groups if g["params"]], lr, momentum=momentum, steps=steps, normalize=normalize)
+    return Muon([g for g in groups if g["params"]], lr, momentum=momentum, steps=steps)

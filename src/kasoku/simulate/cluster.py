@@ -78,7 +78,6 @@ class ClusterNode(_Described):
     port_gb_s: float
     nics: int = 1
     nic_gb_s: float = 0.0
-    input_images_s: float = 0.0  # that its CPUs can decode; 0: no limit
 
     def __post_init__(self) -> None:
         super().__post_init__()

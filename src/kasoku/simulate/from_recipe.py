@@ -119,11 +119,10 @@ class Scenario:
         if self.simulator.net.norms:
             renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
             passes += min(sum(t.images or self.facts.images for t in renewing), self.facts.images)
-        rows = dict.fromkeys(("input", "forward", "backward", "exposed"), 0.0)
+        rows = dict.fromkeys(("forward", "backward", "exposed"), 0.0)
         for own, count in self.steps(step):
             ways = [sum(unit.forward_s for unit in own.inputs.units), sum(unit.backward_s for unit in own.inputs.units)]
             computing = count * (own.compute_s + own.straggler_s) / sum(ways)
-            rows["input"] += count * own.input_s
             rows["forward"] += computing * ways[0]
             rows["backward"] += computing * ways[1]
             rows["exposed"] += count * own.exposed_s
@@ -136,7 +135,7 @@ class Scenario:
         parts = self.recipe.parts(step.gpus)
         alone = self.simulator.step(1, self.images_each(step), parts=parts)
         training_s = sum(rows.values())
-        same = ("gpus", "step_s", "compute_s", "exposed_s", "input_s", "images_per_s")
+        same = ("gpus", "step_s", "compute_s", "exposed_s", "images_per_s")
         return {
             **{name: getattr(step, name) for name in same},
             "batch": step.images,

@@ -87,7 +87,6 @@ class SimulatedStep:
         compute_s: compute of the GPU of median speed.
         straggler_s: the additional time until the slowest GPU has computed.
         exposed_s: communication that is not hidden.
-        input_s: the wait for decoded images.
         link_s: all communication, hidden or not.
         inputs: of the forecast; with several micro-batches, of the last one, which can hide communication.
         norms_s: the part of `exposed_s` in which BatchNorms wait for the statistics of other ranks.
@@ -99,7 +98,6 @@ class SimulatedStep:
     compute_s: float
     straggler_s: float
     exposed_s: float
-    input_s: float
     link_s: float
     inputs: StepInputs = field(repr=False)
     norms_s: float = 0.0
@@ -107,7 +105,7 @@ class SimulatedStep:
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.straggler_s + self.exposed_s + self.input_s
+        return self.compute_s + self.straggler_s + self.exposed_s
 
     @property
     def images_per_s(self) -> float:
@@ -165,13 +163,11 @@ class Simulator:
             for u, wait_s in zip(slow, waits, strict=True)
         ]
         inputs = self._inputs(waiting, gpus)
-        step, node = inputs.forecast(), self.cluster.node
-        fed = batch / gpus * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
+        step = inputs.forecast()
         slowest_s, norms_s = _computing(slow, parts), 2 * parts * sum(waits)
         exposed = norms_s + max(0.0, step.exposed_s)  # rounding may leave a negative time
-        input_s = max(0.0, fed - slowest_s - exposed)
         late_s = slowest_s - compute_s
-        return SimulatedStep(gpus, batch, compute_s, late_s, exposed, input_s, step.link_s, inputs, norms_s, pixels)
+        return SimulatedStep(gpus, batch, compute_s, late_s, exposed, step.link_s, inputs, norms_s, pixels)
 
     def _inputs(self, units: Sequence[UnitTimes], gpus: int) -> StepInputs:
         """The inputs of the forecast: gradients, groups, link, and whether the next forward waits."""

@@ -1,6 +1,7 @@
 """The batch of a recipe, chosen by trying sizes: the sizes that can be tried, and the recipe at the best one."""
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from kasoku.config.ranks import shares_of, unit_of_shares
-from kasoku.config.recipe import Recipe, Tune, checked
-from kasoku.config.toml import Factory
+from kasoku.config.recipe import Recipe, Tune, checked, flat_settings
+from kasoku.config.toml import Factory, parameters_of, resolve, table
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, say, summary
 from kasoku.data import Dataset, by_speed
@@ -21,7 +22,6 @@ from kasoku.distributed.rendezvous import is_lost_rank
 from kasoku.report import print_table
 from kasoku.training.trainer import build
 from kasoku.tune import BatchSizeResult, Strategy, batch_size, tune_batch_size
-from kasoku.tune.lr_range_test import rates_of
 from kasoku.tune.memory_forecast import out_of_memory
 
 
@@ -145,6 +145,15 @@ def free_memory(recipe: Recipe) -> None:
     batch_size.free_memory()
     if recipe.device.compile or any(technique.compiles_model for technique in recipe.techniques):
         torch.compiler.reset()
+
+
+def rates_of(recipe: Recipe) -> dict[str, float]:
+    """The rates among the settings of the recipe's optimizer, by path: `lr`, and names that end in `_lr`."""
+    optimizer = recipe.optimizer
+    defaults = {name: p.default for name, p in parameters_of(resolve(optimizer.use, "optimizer.use")).items()}
+    settings = {name: table(value) for name, value in {**defaults, **optimizer.keys}.items()}
+    flat = flat_settings(settings, "optimizer.").items()
+    return {path: float(x) for path, x in flat if re.search(r"[._]lr$", path) and type(x) in (int, float)}
 
 
 def show(tuned: TunedRecipe) -> None:

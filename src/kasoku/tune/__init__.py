@@ -1,4 +1,4 @@
-"""Settings chosen by measuring: the batch size, the learning rate, and searches over whole trainings."""
+"""Settings chosen by measuring: the batch size, and searches over whole trainings."""
 
 from kasoku.tune.batch_size import tune_batch_size
 from kasoku.tune.measurement import BatchSizeResult, Measurement, Needs, SizeSearch

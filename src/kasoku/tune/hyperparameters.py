@@ -1,12 +1,10 @@
 """Hyperparameter search: each trial trains in its own process; Optuna proposes, prunes and records.
 
 Note: resuming. The folder of a search has Optuna's journal (a line of JSON for each event), a run folder and the
-output of each trial, and a table. The same command resumes the search: a trial that was stopped, or whose search was
-killed, continues from its checkpoint, because its settings are proposed again.
+output of each trial. The same command resumes the search: a trial that was stopped, or whose search was killed,
+continues from its checkpoint, because its settings are proposed again.
 """
 
-import csv
-import io
 import json
 import os
 import signal
@@ -30,7 +28,7 @@ _POLL_S = 0.25
 _GRACE_S = 120.0  # from SIGTERM to SIGKILL, to write a checkpoint
 _MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their settings
 _REMEDY = "mend that, and give another --out"
-_FIGURES = ("top1", "best_top1", "epochs", "seconds", "time_to_target_s")  # of a trial's result.json
+_FIGURES = ("top1", "seconds")  # of a trial's result.json
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class TrialResult:
     trial: int  # its number, from 1 on
     how: str  # "done", "pruned", "diverged", or "failed: " with the reason
     settings: dict[str, str]  # path -> value as TOML
-    result: dict[str, float | None]  # figures of result.json: accuracies from 0 to 1, seconds, epochs
+    result: dict[str, float | None]  # figures of result.json: the accuracy from 0 to 1, seconds
     folder: str
 
     @classmethod
@@ -93,7 +91,7 @@ class _TrialProcess:
 def search(
     plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> list[TrialResult]:
-    """Runs the remaining trials. Returns all that ended, the best first, and writes trials.csv and search.json.
+    """Runs the remaining trials. Returns all that ended, the best first, and writes search.json in the folder.
 
     Once `caught` has a signal, running trials end with a checkpoint and can be continued. `say` gets a line when one
     begins and when it ends. Raises InputError without Optuna, for a folder in use or of another search, and if none can
@@ -115,9 +113,28 @@ def search(
         finally:
             trials.end()
         outcomes = trials.outcomes()
+        _write(plan.folder, outcomes)
         if outcomes and not caught and all(run.how.startswith("failed") for run in outcomes):
             raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_REMEDY}")
         return outcomes
+
+
+def _write(folder: Path, outcomes: Sequence[TrialResult]) -> None:
+    """Writes search.json: the first and the best of the done trials, and the best top-1 so far after each trial.
+
+    The seconds of a trial count from the start of its process.
+    """
+    done = [run for run in outcomes if run.how == "done"]
+    seconds = [run.result["seconds"] for run in done if run.result["seconds"]]
+    best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
+    document = {
+        "trials": len(outcomes),
+        "first": asdict(min(done, key=lambda run: run.trial)) if done else None,
+        "best": asdict(done[0]) if done else None,
+        "seconds_a_trial": mean(seconds) if seconds else None,
+        "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
+    }
+    write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
 
 
 class _Trials:
@@ -162,7 +179,6 @@ class _Trials:
             if run.process.poll() is not None:
                 del self.running[job]
                 self._finish(run)
-                self._write()
                 self.say(str(TrialResult.of(run.trial)))
             elif run.pruned_s:
                 if time.monotonic() - run.pruned_s > _GRACE_S:
@@ -190,7 +206,6 @@ class _Trials:
                 self._finish(run)
             else:
                 self._enqueue_again(self.study.trials[run.trial.number])
-        self._write()
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
@@ -237,31 +252,6 @@ class _Trials:
         folder = stopped.user_attrs.get("folder")
         self.study.tell(stopped.number, state=self.states.FAIL)
         self.study.enqueue_trial(stopped.params, user_attrs={"folder": folder} if folder else None)
-
-    def _write(self) -> None:
-        """Writes trials.csv, and search.json: the first and the best of the done trials, and the best top-1 so far.
-
-        The seconds of a trial count from the start of its process.
-        """
-        outcomes = self.outcomes()
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(["trial", "how", *_FIGURES, *self.plan.space, "folder"])
-        for run in outcomes:
-            values = [*map(run.result.get, _FIGURES), *map(run.settings.get, self.plan.space)]
-            rows.writerow([run.trial, run.how, *values, run.folder])
-        write_text(self.plan.folder / "trials.csv", text.getvalue())
-        done = [run for run in outcomes if run.how == "done"]
-        seconds = [run.result["seconds"] for run in done if run.result["seconds"]]
-        best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
-        document = {
-            "trials": len(outcomes),
-            "first": asdict(min(done, key=lambda run: run.trial)) if done else None,
-            "best": asdict(done[0]) if done else None,
-            "seconds_a_trial": mean(seconds) if seconds else None,
-            "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
-        }
-        write_text(self.plan.folder / "search.json", json.dumps(document, indent=1) + "\n")
 
 
 def accuracies(metrics: str) -> list[float]:

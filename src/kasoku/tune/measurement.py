@@ -113,7 +113,7 @@ class BatchSizeResult:
             goodput = sample.images_per_s / epochs if epochs else None
             derived = {"images_per_s": sample.images_per_s, "epochs": epochs, "goodput": goodput}
             samples.append(asdict(sample) | derived)
-        document = {"what": "minibatch", "chosen": self.batch, **asdict(self), "samples": samples}
+        document = {"chosen": self.batch, **asdict(self), "samples": samples}
         return {k: v for k, v in document.items() if k not in ("batch", "epochs")}
 
 

@@ -236,7 +236,7 @@ def timeline(document: Mapping[str, Any]) -> Chart:
         for kind, own in sorted(members.items(), key=lambda item: statistics.fmean(depth[i] for i in item[1]))
     ]  # fmt: skip
     one_rank = len({rank for rank, _ in all_lanes}) == 1
-    names = [(stream or "main") if one_rank else f"{rank} {stream}".rstrip() for rank, stream in place]
+    names = [stream if one_rank else f"{rank} {stream}" for rank, stream in place]
     y = {"tickvals": list(range(len(names))), "ticktext": [plain(n, 24) for n in names], "autorange": "reversed"}
     y["fixedrange"] = True
     cut = f"The first {len(drawn):,} spans of {len(spans):,} are drawn. " if len(drawn) < len(spans) else ""
@@ -245,9 +245,7 @@ def timeline(document: Mapping[str, Any]) -> Chart:
 
 
 def _lane_of(span: Mapping[str, Any]) -> tuple[int, str]:
-    """The rank and the stream of a span."""
-    stream = span.get("stream")
-    return int(span.get("rank", 0)), "" if stream is None else str(stream)
+    return span["rank"], span["stream"]
 
 
 def depths(spans: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The figures of tuning.json: speed and utilization over the batch size, and the loss over rates of a range test."""
+"""The figures of tuning.json: speed and utilization over the batch size."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from kasoku.report.html.figures import AXIS, COLOURS, HOVER, MORE_COLOURS, Chart, line, new_figure, plain
+from kasoku.report.html.figures import AXIS, COLOURS, HOVER, MORE_COLOURS, Chart, new_figure, plain
 
 _MAX_TICKS = 9
 _FALLING, _RISING = {"color": COLOURS[2], "dash": "dot", "width": 2}, {"color": COLOURS[0], "width": 2}
@@ -16,8 +16,6 @@ OfStep = Callable[[int, float], float]  # (batch, seconds of a step) -> what is 
 
 def tuning(document: Mapping[str, Any]) -> list[Chart]:
     """Speed and goodput, time per image and utilization over the batch size ([002] Fig. 1, 2); marks the chosen one."""
-    if document["what"] == "lr":
-        return [_range_test(document)]
     samples = sorted(document["samples"], key=lambda s: s["batch"])
     chosen = next(s for s in reversed(samples) if s["batch"] == document["chosen"] and not s["failed"])
     speed = f"{chosen['images_per_s']:,.1f} images/s, {_step(chosen)}{_cost(document)}"
@@ -83,18 +81,3 @@ def _step(sample: Mapping[str, Any]) -> str:
 def _cost(document: Mapping[str, Any]) -> str:
     budget_s = document["budget_s"]
     return f"; tuning took {document['spent_s']:.1f} s" + (f" of {budget_s:g}" if budget_s else "")
-
-
-def _range_test(document: Mapping[str, Any]) -> Chart:
-    """The loss over rising learning rates, and the suggested rate."""
-    samples = [s for s in document["samples"] if s["loss"] is not None]
-    traces = [line("loss", [(s["lr"], s["loss"]) for s in samples], 0)]
-    chosen, note = document["chosen"], ""
-    if chosen is not None:
-        note = f"Chosen: a learning rate of {chosen:.4g}{_cost(document)}."
-        nearest = min(samples, key=lambda s: abs(math.log(s["lr"] / chosen)))
-        star = {"symbol": "star", "size": 13, "color": COLOURS[1]}
-        name = f"suggested: {chosen:.4g}"
-        traces.append(go.Scatter(x=[chosen], y=[nearest["loss"]], name=name, mode="markers", marker=star))
-    x_axis = {"title_text": "learning rate", "type": "log", "exponentformat": "power"}
-    return Chart("tuning", "Range test", new_figure(traces, 320, x_axis, {"title_text": "loss"}), note)

@@ -1,0 +1,67 @@
+"""What does the simulator say of [003]'s curve to 64 GPUs, with nothing fitted to it?
+
+    python benchmarks/simulate_k20x.py
+
+[003]: AlexNet on up to 64 K20X, one a node; speed over one GPU with one all-reduce after backward (after), with
+all-reduces of each layer behind backward (backward), and behind the next forward too, in the order that kasoku plans
+(both; the slides name no order, and in that of backward the first layer waits for all others). The cluster is
+tsubame25.toml with one GPU a node, which has the whole link; one latency, that of the cluster file; one batch of 256,
+that of Caffe's AlexNet, shared by all GPUs, as the slides name neither batch nor link.
+Published (press release of August 2016): 14.7 at 16 GPUs and 27 at 64, 1.46 and 1.71 times the scheme without overlap.
+..._over_published: simulated over published. A GPU has no time here that does not depend on the batch, as none is
+published; such a time would lower the curves with few images a GPU, and raise the batch at which they meet the points.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import torch
+
+from common import finish
+from kasoku.distributed import OneBucket, PerLayer, Planned
+from kasoku.models import alexnet
+from kasoku.simulate import Sharing, Simulator, load, model_costs
+
+COUNTS, BATCH = (1, 2, 4, 8, 16, 32, 64), 256
+PUBLISHED = {16: (14.7, 1.46), 64: (27.0, 1.71)}  # GPUs: speed with both, and that over the scheme without overlap
+WAYS = {
+    "after": Sharing(OneBucket()),
+    "backward": Sharing(PerLayer()),
+    "both": Sharing(Planned(), next_forward=True),
+}
+
+
+def speedups(batch: int = BATCH) -> dict[str, list[tuple[int, float]]]:
+    """By way: (GPUs, speed over one GPU)."""
+    with torch.device("meta"):
+        net = model_costs("alexnet", alexnet(), (3, 224, 224))
+    whole = load("tsubame25")
+    cluster = replace(whole, node=replace(whole.node, gpus=1))
+    lines = {}
+    for name, way in WAYS.items():
+        steps = [Simulator(cluster, net, way, 0.0).step(n, batch) for n in COUNTS]
+        lines[name] = [(step.gpus, step.images_per_s / steps[0].images_per_s) for step in steps]
+    return lines
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    lines = speedups()
+    speed = {way: dict(points) for way, points in lines.items()}
+    figures: dict[str, object] = {"speedups": lines}
+    for gpus, (fast, gain) in PUBLISHED.items():
+        both, after = speed["both"][gpus], speed["after"][gpus]
+        figures |= {
+            f"both_{gpus}": both,
+            f"both_{gpus}_over_published": both / fast,
+            f"gain_{gpus}": both / after,
+            f"after_{gpus}_over_published": after / (fast / gain),
+        }
+    finish("simulate_k20x", {"batch": BATCH, "gpus": COUNTS[-1]}, figures)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
