@@ -58,9 +58,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class Photos:
     """A data set as one writes it for DataLoader: the item is a crop of a file."""
 
-    def __init__(self, root: str, library: str) -> None:
+    def __init__(self, root: str, library: str, side: int) -> None:
         self.paths = [str(path) for path in sorted(Path(root).rglob("*.JPEG"))]
-        self.library = library
+        self.library, self.side = library, side
         self.read = None
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Photos:
             self.read = library(self.library)
         at_N = torch.tensor([index])
         u_4 = box_draws(0, 0, at_N)[0].tolist()
-        out_HWC = np.empty((SIDE, SIDE, 3), np.uint8)
+        out_HWC = np.empty((self.side, self.side, 3), np.uint8)
         self.read(Path(self.paths[index]).read_bytes(), lambda w, h: random_box(w, h, u_4, 0.08), out_HWC)
         if draws(0, 0, at_N, 0).item() < 0.5:
             out_HWC = out_HWC[:, ::-1].copy()
@@ -93,9 +93,9 @@ def pss() -> int:
     return total
 
 
-def theirs(root: str, library: str, workers: int, batch: int):
+def theirs(root: str, library: str, workers: int, batch: int, side: int = SIDE):
     return DataLoader(
-        Photos(root, library), batch, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True
+        Photos(root, library, side), batch, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True
     )
 
 

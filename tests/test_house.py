@@ -31,7 +31,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 5605,
     "memory": 2240,
     "config": 1395,
-    "tune": 1750,
+    "tune": 1775,
     "simulate": 1665,
     "report": 2540,
     "training": 2355,

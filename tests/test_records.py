@@ -30,6 +30,8 @@ WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which 
         "batch_patterns",
         "ensemble",
         "ladder",
+        "ring",
+        "application",
     ),
     "its figures are claims of a document, and stand in records/documents",
 )

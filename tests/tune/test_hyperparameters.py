@@ -82,6 +82,12 @@ def test_every_trial_is_a_process_and_the_table_has_the_best_first(plan, tmp_pat
     assert all(one.top1 == float(one.settings["top1"]) for one in outcomes)
     assert sorted(path.name for path in tmp_path.glob("search/trial-*") if path.is_dir()) == [
         "trial-1", "trial-2", "trial-3", "trial-4"]  # fmt: skip
+    document = json.loads((tmp_path / "search" / "search.json").read_text())
+    by_trial = sorted(outcomes, key=lambda one: one.trial)
+    assert (document["trials"], document["seconds_a_trial"]) == (4, 1.0)
+    top1s = [document[name]["result"]["top1"] for name in ("first", "best")]
+    assert top1s == [by_trial[0].top1, outcomes[0].top1]
+    assert document["best_by_trial"] == [[i, max(one.top1 for one in by_trial[:i])] for i in (1, 2, 3, 4)]
     lines = {one.trial: str(one) for one in outcomes}
     begun = {one.trial: f"trial {one.trial}: begins (top1={one.settings['top1']})" for one in outcomes}
     assert sorted(said) == sorted([*lines.values(), *begun.values()])

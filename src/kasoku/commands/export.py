@@ -89,6 +89,7 @@ def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, str]:
     if len(set(trained.image_size)) == 1:
         side = stored_side(trained.image_size[0])
         resize = f"shorter side to {side}, bilinear, antialiased; then the middle {shape}"
+    resize += "; a JPEG is decoded at 1/2, 1/4 or 1/8 before that, where it stays larger"
     colours = {1: "grey", 3: "RGB"}.get(trained.channels, "all channels")
     mean, std = json.dumps(trained.mean), json.dumps(trained.std)
     then = f"then normalised: (pixel - mean) / std, mean {mean}, std {std}" if weights_only else "not normalised"

@@ -112,7 +112,8 @@ def _outcome(place: Path, text: str) -> dict[str, Any]:
         print(f"{place.parent.name}/{place.name}: done before", flush=True)
         return done
     place.mkdir(parents=True, exist_ok=True)
-    words = [os.path.expandvars(word.format(out=place)) for word in shlex.split(text)]
+    fill = {"out": place, "benchmarks": documents.CHECKOUT / "benchmarks"}
+    words = [os.path.expandvars(word.format(**fill)) for word in shlex.split(text)]
     own = words[0] == "kasoku"
     start = ["-m", "kasoku", *words[1:]] if own else [str(documents.CHECKOUT / words[0]), *words[1:]]
     print(f"{place.parent.name}/{place.name}: {text}", flush=True)

@@ -13,12 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from kasoku.core import InputError
-from kasoku.core.files import locked_folder
+from kasoku.core.files import locked_folder, write_text
 from kasoku.tune.search_space import Space
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
@@ -89,7 +91,7 @@ class _TrialProcess:
 def search(
     plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> list[TrialResult]:
-    """Runs the remaining trials. Returns all that ended, the best first.
+    """Runs the remaining trials. Returns all that ended, the best first, and writes search.json in the folder.
 
     Once `caught` has a signal, running trials end with a checkpoint and can be continued. `say` gets a line when one
     begins and when it ends. Raises InputError without Optuna, for a folder in use or of another search, and if none can
@@ -111,9 +113,28 @@ def search(
         finally:
             trials.end()
         outcomes = trials.outcomes()
+        _write(plan.folder, outcomes)
         if outcomes and not caught and all(run.how.startswith("failed") for run in outcomes):
             raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_REMEDY}")
         return outcomes
+
+
+def _write(folder: Path, outcomes: Sequence[TrialResult]) -> None:
+    """Writes search.json: the first and the best of the done trials, and the best top-1 so far after each trial.
+
+    The seconds of a trial count from the start of its process.
+    """
+    done = [run for run in outcomes if run.how == "done"]
+    seconds = [run.result["seconds"] for run in done if run.result["seconds"]]
+    best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
+    document = {
+        "trials": len(outcomes),
+        "first": asdict(min(done, key=lambda run: run.trial)) if done else None,
+        "best": asdict(done[0]) if done else None,
+        "seconds_a_trial": mean(seconds) if seconds else None,
+        "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
+    }
+    write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
 
 
 class _Trials:
