@@ -1,6 +1,7 @@
 import errno
 import importlib.util
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.photos import coloured_photos
 from helpers.web import made, serving, web
 from kasoku.core import InputError
 from kasoku.data import Files, GoneError
@@ -553,6 +555,16 @@ def test_nothing_is_kept_of_local_files(tmp_path):
     (tmp_path / "a").write_text("abc")
     assert Store(str(tmp_path), cache=str(tmp_path / "cache")).read("a") == b"abc"
     assert not (tmp_path / "cache").exists()
+
+
+def test_relative_files_stay_those_of_the_folder_that_was_current(tmp_path, monkeypatch):
+    coloured_photos(tmp_path / "photos", classes=1, images=1)
+    monkeypatch.chdir(tmp_path)
+    relative = "photos/colour0/0.jpg"
+    files = Files((relative, str(tmp_path / relative)), torch.zeros(2))
+    monkeypatch.chdir("/")
+    wanted = (tmp_path / relative).read_bytes()
+    assert [each.read(i) for each in (files, pickle.loads(pickle.dumps(files))) for i in range(2)] == [wanted] * 4
 
 
 @pytest.mark.parametrize("root", ["reference::file:///x.json", "zip://a.zip::http://127.0.0.1:9/b", "reference://x"])

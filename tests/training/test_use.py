@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import kasoku
 from helpers.photos import coloured_photos
 from helpers.ranks import on_processes
 from helpers.started import clean
@@ -101,6 +103,34 @@ def test_probabilities_are_not_rounded_to_bf16(digit_runs, tmp_path, capsys):
     assert torch.equal(rounded, rounded.bfloat16().float())
     assert not torch.equal(exact, exact.bfloat16().float())
     assert float(row["probability_1"]) == pytest.approx(float(exact.softmax(1).max()), abs=6e-5)
+
+
+def test_predict_reads_relative_paths_as_absolute_ones(digit_runs, tmp_path, monkeypatch, capsys):
+    coloured_photos(tmp_path / "photos", classes=1, images=3)
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", str(digit_runs[0]), str(tmp_path / "photos")]) == 0
+    wanted = capsys.readouterr().out.replace(f"{tmp_path}/", "")
+    relative_run = os.path.relpath(digit_runs[0])
+    assert main(["predict", relative_run, "photos"]) == main(["predict", relative_run, "./photos/colour0/0.jpg"]) == 0
+    folder, file = capsys.readouterr().out.split("image,")[1:]
+    assert f"image,{folder}" == wanted
+    assert file.splitlines()[1] == wanted.splitlines()[1]
+    found = kasoku.predict(relative_run, ["photos", Path("photos/colour0/1.jpg")])
+    assert list(map(str, found)) == [line.partition(",")[0] for line in wanted.splitlines()[1:]]
+
+
+@pytest.mark.usefixtures("one_core")
+def test_photos_in_a_relative_folder_are_learnt_evaluated_and_packed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    coloured_photos(Path("photos"))
+    assert main(["pack", "photos", "packed", "--side", "32", "--quiet"]) == 0
+    assert main(["pack", "--verify", "packed"]) == 0
+    assert len(data.shards("packed").train) == len(data.folder("photos").train)
+    short = ["--set", "epochs=1", "--set", "data.size=32", *ONE, "--quiet"]
+    assert main(["train", "--data", "photos", *short, "--out", "run"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "run", "--data", "photos"]) == 0
+    assert "48 test images" in capsys.readouterr().out
 
 
 def test_predict_refuses_what_is_no_run_and_what_is_no_image(digit_runs, tmp_path, capsys):

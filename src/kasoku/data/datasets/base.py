@@ -57,11 +57,15 @@ class Encoded(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """One split as image files, decoded when needed: paths below the root of a store, or absolute; labels_N int64."""
+    """One split as image files, decoded when needed: paths below a store's root, or of this machine; labels_N int64."""
 
     paths: tuple[str, ...]
     labels_N: torch.Tensor  # noqa: N815
     store: Store = HERE
+
+    def __post_init__(self) -> None:
+        if self.store is HERE:  # relative paths are of the folder that is current now
+            object.__setattr__(self, "paths", tuple(p if p[:1] == os.sep else f"{os.getcwd()}/{p}" for p in self.paths))
 
     def __len__(self) -> int:
         return len(self.paths)
