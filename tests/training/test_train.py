@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from safetensors.torch import load_file
 
 import kasoku
 from kasoku.cli import main
 from kasoku.core import InputError
+from kasoku.optim import Lookahead
+from kasoku.training.run_folder import load_recipe
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 SHORT = ["--set", "epochs=3", "--set", "schedule.epochs=3", "--set", "schedule.warmup=1"]
@@ -290,6 +294,49 @@ def test_a_time_of_a_technique_in_an_older_run_needs_a_new_training(tmp_path, ca
     as_of_format_1(run)
     assert train("--resume", str(run), "--set", "epochs=4", "--quiet") == 2
     assert "techniques.1.until = 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_older_run_is_read_if_its_removed_settings_did_nothing(number, digits_run, tmp_path, capsys):
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    recipe, document = run / "recipe.toml", tomllib.loads((run / "recipe.toml").read_text())
+    (run / "manifest.json").unlink()
+    old = {"use": "kasoku.optim.averaging.Lookahead", "every": 4, "decay": 0.5, "power": 0.0, "epochs": 9.0}
+
+    def write(number: int, *techniques: dict[str, object]) -> None:
+        meaning = "of kasoku's run folders: a time below 1 is a share of the training"
+        first = f"# format {number} {meaning}\n" if number > 1 else ""
+        recipe.write_text(first + tomli_w.dumps(document | {"techniques": techniques}))
+
+    write(number, old)
+    assert main(["eval", str(run)]) == 0
+    assert load_recipe(run).techniques == (Lookahead(every=4, decay=0.5),)
+    write(number, old | {"power": 3.0})
+    capsys.readouterr()
+    assert main(["eval", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{recipe}: kasoku.optim.averaging.Lookahead: power = 3.0: an older version wrote it: train anew" in error
+    write(3, old)  # of today
+    assert main(["eval", str(run)]) == 2
+    assert "techniques[0].power: no such key" in capsys.readouterr().err
+
+
+def test_a_run_of_muon_with_normalize_is_read_and_resumed(tmp_path, capsys):
+    run = tmp_path / "run"
+    muon = "optimizer={use='kasoku.optim.muon', lr=0.02}"
+    assert train(str(RECIPE), *SHORT, "--set", muon, "--out", str(run)) == 0
+    as_of_format_1(run)
+    recipe = run / "recipe.toml"
+    text = recipe.read_text().replace("lr = 0.02", "lr = 0.02\nnormalize = true")
+    recipe.write_text(text)
+    assert train("--resume", str(run), "--set", "epochs=4", "--quiet") == 0
+    assert "normalize" not in recipe.read_text()
+    (run / "manifest.json").unlink()
+    recipe.write_text(text.replace("true", "false"))
+    capsys.readouterr()
+    assert train("--resume", str(run), "--quiet") == 2
+    assert "kasoku.optim.muon: normalize = False: an older version wrote it" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_cause(tmp_path, capsys):

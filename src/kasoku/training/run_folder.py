@@ -6,7 +6,7 @@ Before a new version replaces a file, its digest is added to that of the old one
 kill between the two writes does no harm. Afterwards the old digest goes.
 
 Note: the format. The first line of a run's recipe has a number that rises where an older recipe would mean something
-else. In format 1, without that line, a time below 1 was in epochs: such a run is not resumed as if it were a share.
+else, or has a removed setting. In format 1, without that line, a time below 1 was in epochs and not a share.
 """
 
 import json
@@ -21,7 +21,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from kasoku.config import trust
-from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, flat_settings, load
+from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, flat_settings, from_document, read_document
 from kasoku.config.toml import table
 from kasoku.core import Comm, InputError, files
 from kasoku.core.files import MANIFEST, check_regular, checked_file, digests_in, is_number, read_json
@@ -29,7 +29,11 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
-_FORMAT = "# format 2 of kasoku's run folders: a time below 1 is a share of the training\n"
+_FORMAT = "# format 3 of kasoku's run folders: a time below 1 is a share of the training\n"
+_REMOVED: dict[str, dict[str, Any]] = {  # settings before format 3: the values that changed nothing; None: any
+    "kasoku.optim.averaging.Lookahead": {"power": 0, "epochs": None},
+    "kasoku.optim.muon": {"normalize": True},
+}
 _TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
@@ -87,7 +91,20 @@ def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     check_regular(folder)
     file = checked_file(folder, "recipe.toml")
     trust.search_import_folders(file)
-    return load(file, settings)
+    document = read_document(file)
+    if not file.read_text().startswith(_FORMAT):
+        _leave_out_removed(document, file)
+    return from_document(document, settings)
+
+
+def _leave_out_removed(thing: Any, file: Path) -> None:
+    """Takes removed settings out of a document. Raises InputError for one that changed the training."""
+    for name, neutral in _REMOVED.get(str(thing.get("use")), {}).items() if isinstance(thing, dict) else ():
+        value = thing.pop(name, neutral)
+        if value != neutral and neutral is not None:
+            raise InputError(f"{file}: {thing['use']}: {name} = {value}: an older version wrote it: train anew")
+    for item in thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list) else ():
+        _leave_out_removed(item, file)
 
 
 def resumed_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -139,7 +156,7 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
                 f"training; only {', '.join(CHANGEABLE)} may change"
             )
-    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith(_FORMAT):
+    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith(("# format 2", _FORMAT)):
         return
     for name, time in old.items():
         if _TIMES.fullmatch(name) and time == new.get(name) and is_number(time) and 0 < time < 1:
