@@ -18,8 +18,9 @@ from helpers.photos import coloured_photos
 from helpers.shown import text_of
 from kasoku import data, models
 from kasoku.cli import main
+from kasoku.commands.predict import class_numbers
 from kasoku.config.recipe import load
-from kasoku.core import Solo
+from kasoku.core import InputError, Solo
 from kasoku.data import Files, loader
 from kasoku.training import ensemble, trained_run
 
@@ -78,6 +79,27 @@ def test_a_submission_has_the_five_likeliest_of_each_image_in_order(digits, tmp_
     (tmp_path / "numbers.txt").write_text("1 1\n2 two\n")
     assert main(command) == 2
     assert "no number of class 0: lines of a class and its number are wanted" in capsys.readouterr().err
+
+
+def test_the_number_of_a_class_is_the_last_word_of_its_line(tmp_path):
+    file = tmp_path / "numbers.txt"
+    file.write_text(
+        "black cat 3\n\ncat\t12\ncat 2 7\n  dog   4  \ncat 2 x 8 \n"
+        "n02119789 1 kit_fox\nn02 5 red fox, Vulpes\nn03 6 fox_2\nno number\n"
+    )
+    numbers = {
+        "black cat": "3",
+        "cat": "12",
+        "cat 2": "7",
+        "dog": "4",
+        "n02119789": "1",
+        "n02": "5",
+        "cat 2 x": "8",
+        "n03": "6",
+    }
+    assert class_numbers(file, list(numbers)) == numbers
+    with pytest.raises(InputError, match="no number of class no: lines of a class and its number are wanted"):
+        class_numbers(file, ["no"])
 
 
 def test_a_submission_has_a_line_for_an_image_that_cannot_be_read(digits, tmp_path):

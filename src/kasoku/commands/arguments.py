@@ -184,7 +184,9 @@ class PredictArguments(AllowArguments):
     trained: Path = argument(metavar="RUN")
     images: tuple[Path, ...] = argument(nargs="+", metavar="IMAGE|DIR")
     out: Path | None = option(metavar="FILE", help="where to (default: standard output)")
-    numbers: Path | None = option(metavar="FILE", help="a submission with these: lines CLASS NUMBER")
+    numbers: Path | None = option(
+        metavar="FILE", help="write an ILSVRC submission; FILE has a line CLASS NUMBER for each class"
+    )
     description: ClassVar[str] = (
         "RUN is a run folder, or that of an ensemble: the mean of its members' probabilities. Columns: image, class_1, "
         "probability_1, ..., class_5, probability_5, error (why the image cannot be read). With --numbers instead, as "

@@ -3,9 +3,9 @@
 import csv
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 from kasoku.commands.arguments import PredictArguments
 from kasoku.core import InputError, summary
@@ -20,16 +20,13 @@ def run(arguments: PredictArguments) -> int:
     InputError in the end if some images cannot be read.
     """
     members = load_members([arguments.trained], precision="fp32")  # bf16 rounds probabilities to two digits
-    numbers = _numbers(arguments.numbers, members[0].classes) if arguments.numbers else None
+    numbers = class_numbers(arguments.numbers, members[0].classes) if arguments.numbers else None
     files = [file for image in arguments.images for file in find_images(image)]
     top = min(5, len(members[0].classes))
     columns = [f"{column}_{i + 1}" for i in range(top) for column in ("class", "probability")]
-    errors = []
-    out = arguments.out
-    stream: AbstractContextManager[IO[str]] = nullcontext(sys.stdout)
-    if out:
-        stream = out.open("w", encoding="utf-8", errors="surrogateescape", newline="")  # a path may be any bytes
-    with stream as lines:
+    errors, out = list[str](), arguments.out
+    writing = partial(open, mode="w", encoding="utf-8", errors="surrogateescape", newline="")  # a path may be any bytes
+    with writing(out) if out else nullcontext(sys.stdout) as lines:
         table = csv.writer(lines)
         if numbers is None:
             table.writerow(["image", *columns, "error"])
@@ -45,13 +42,15 @@ def run(arguments: PredictArguments) -> int:
     return 0
 
 
-def _numbers(file: Path, classes: Sequence[str]) -> dict[str, str]:
-    """The number of each class. Raises InputError for a file without it; more words in a line are not read."""
+def class_numbers(file: Path, classes: Sequence[str]) -> dict[str, str]:
+    """The number of each class: the last word of its line, after the class. Raises InputError for a file without it."""
     try:
-        lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.rsplit(maxsplit=1) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise InputError(f"--numbers {file}: cannot be read ({summary(error)})") from error
-    numbers = {words[0]: words[1] for words in lines if len(words) > 1 and words[1].isdecimal()}
+    # a line of the ILSVRC's own list, map_clsloc.txt, ends with a name: n02119789 1 kit_fox
+    pairs = [words if words[-1].isdecimal() else " ".join(words).split()[:2] for words in lines]
+    numbers = {pair[0].strip(): pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
     if lost := [name for name in classes if name not in numbers]:
         raise InputError(f"--numbers {file}: no number of class {lost[0]}: lines of a class and its number are wanted")
     return numbers
