@@ -1,4 +1,4 @@
-"""Build a training from a recipe, and fit it: the training loop."""
+"""Build a training from a recipe, and fit it: the training loop. `fit` says which exit code follows from its end."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -132,13 +132,13 @@ def fit(
 ) -> Result:
     """Trains to the end, the target, or a signal. Collective: all ranks stop after the same step; drains.
 
-    On several ranks the job's comm must also take CPU tensors (torch.distributed:
-    gloo, on GPUs beside nccl).
+    The arguments are those of Trainer. On several ranks the job's comm must also take CPU tensors (torch.distributed:
+    gloo, on GPUs beside nccl). The command's exit code is 0, or 75 if SIGINT or SIGTERM set `stopped` (resume it).
 
     Raises:
-        DivergedError: with the step, the last good checkpoint and the likely cause.
-        InputError: if the run folder cannot be written; if the data source is gone, after a checkpoint (exact, but
-            without virtual ranks BatchNorm's running statistics may include batches of an incomplete step).
+        DivergedError (exit code 3): with the step, the last good checkpoint and the likely cause.
+        InputError (exit code 2): if the run folder cannot be written; if the data source is gone, after a checkpoint
+            (exact, but without virtual ranks BatchNorm's running statistics may include batches of an incomplete step).
     """
     trainer = Trainer(training, run, started=started, resume=resume, quiet=quiet)
     with closing(trainer.metrics), signals() as caught:

@@ -4,6 +4,8 @@ Note: one file for each piece
 Its name is a hash of the piece's offset and of the remote file's path, size, and etag or time of change; it begins with
 the crc32 of the bytes. So versions do not mix, a sample of a shard is downloaded once, without the rest of the shard, a
 damaged piece costs one more download and nothing else, and processes share the folder without locks.
+A read looks for a piece that begins where the read does, or at the last multiple of 256 KiB before it. So a read that
+begins elsewhere in a piece is downloaded and kept again, such as read(2000, 3000) after read(1000, 5000).
 Nothing is evicted: an epoch reads every sample once, in a new order, so eviction would only cause more misses.
 """
 
