@@ -11,6 +11,7 @@ else. In format 1, without that line, a time below 1 was in epochs: such a run i
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import count
@@ -31,6 +32,7 @@ SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
 _FORMAT = "# format 2 of kasoku's run folders: a time below 1 is a share of the training\n"
 _TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
+_BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
 
@@ -174,12 +176,24 @@ def output_folder(out: Path | None, recipe: Path, word: str, *, written: Sequenc
     return path
 
 
-def members_of(folder: Path) -> list[Path]:
-    """The run folders of an ensemble's members; empty if the folder is not an ensemble's."""
-    found = {p.parent.name.removeprefix("member-"): p.parent for p in folder.glob("member-*/recipe.toml")}
-    if found:
+def members_of(folder: Path, *, unbegun: bool = False) -> list[Path]:
+    """The run folders of an ensemble's members; empty if the folder is not an ensemble's.
+
+    `unbegun`: also those without a recipe, as a training leaves that is killed before it describes its members.
+    """
+    found = {path.name.removeprefix("member-"): path for path in folder.glob("member-*")}
+    members = [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
+    begun = [path for path in members if (path / "recipe.toml").exists()]
+    if begun:
         check_regular(folder)
-    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
+    return members if unbegun else begun
+
+
+def remove_empty_members(folder: Path, kept: Sequence[Path]) -> None:
+    """Removes the folders of other members than those `kept`, if they were not begun."""
+    for path in members_of(folder, unbegun=True):
+        if path not in kept and {file.name for file in path.rglob("*")} <= _BEFORE_RECIPE:
+            shutil.rmtree(path)
 
 
 def shares_in(folder: Path, comm: Comm, batch: int) -> tuple[int, ...]:
