@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2065,
+    "core": 2070,
     "optim": 1150,
     "models": 885,
     "device": 610,
     "data": 4755,
-    "distributed": 5605,
+    "distributed": 5625,
     "memory": 2240,
     "config": 1395,
     "tune": 1775,
     "simulate": 1665,
     "report": 2540,
-    "training": 2370,
-    "commands": 2045,
+    "training": 2390,
+    "commands": 2050,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

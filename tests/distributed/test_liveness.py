@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -23,7 +24,7 @@ from helpers.started import port as free_port
 from helpers.virtual_comm import VirtualClock
 from kasoku.core import Comm, InputError, Solo, Threads, Work
 from kasoku.distributed import TorchComm
-from kasoku.distributed.counting_comm import Activity, CountingComm
+from kasoku.distributed.counting_comm import STALLED, Activity, CountingComm
 from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, StoreHeartbeat, Watchdog
 
 PROMISE_S = 15.0
@@ -234,7 +235,7 @@ def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy() -> None:
 def test_a_rank_that_hangs_is_named_while_others_have_made_all_their_steps(at_rest: list[int]) -> None:
     """Two groups of two ranks: one waits for the other, in which a rank does not join a collective."""
     ranks = Heartbeats(4, Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
-    groups = [[0, 1], [2, 3]]
+    groups, rests = [[0, 1], [2, 3]], ExitStack()
     for rank, heartbeat in enumerate(ranks.heartbeats):
         CountingComm(Never(), heartbeat.activity).gather_objects(rank)
         comm = CountingComm(Never(), heartbeat.activity, groups[rank // 2])
@@ -243,7 +244,7 @@ def test_a_rank_that_hangs_is_named_while_others_have_made_all_their_steps(at_re
             comm.all_reduce(torch.ones(1000)).wait()
         heartbeat.activity.step()
         if rank in at_rest:
-            heartbeat.activity.rest()
+            rests.enter_context(heartbeat.activity.rest())
             meeting.gather_objects(rank)
         elif rank % 2:
             comm.all_reduce(torch.ones(7))
@@ -257,16 +258,34 @@ def test_a_rank_that_hangs_is_named_while_others_have_made_all_their_steps(at_re
         assert re.fullmatch(rf"no step for [234] s: {re.escape(wanted)}", ranks.only_line(rank))
 
 
-def test_no_rank_hangs_where_all_have_made_all_their_steps() -> None:
+@pytest.mark.parametrize("steps", [0, 1])  # members that train apart make none that are watched
+def test_no_rank_hangs_while_all_rest_but_one_may_afterwards(steps: int) -> None:
+    ranks = Heartbeats(2, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
+    for _ in range(steps):
+        ranks.step()
+    with ExitStack() as rests:
+        for heartbeat in ranks.heartbeats:
+            rests.enter_context(heartbeat.activity.rest())
+        ranks.run(5)
+    ranks.run(0.9)
+    assert not any(ranks.lines.values())
+    ranks.run(2)
+    assert ranks.only_line(0).startswith("no step for ")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_to_rest_while_its_state_is_read_does_not_hang(late: int) -> None:
     ranks = Heartbeats(2, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
     ranks.step()
-    for heartbeat in ranks.heartbeats:
-        heartbeat.activity.rest()
-    ranks.run(5)
-    assert not any(ranks.lines.values())
-    ranks.step()  # of another training
-    ranks.run(3)
-    assert ranks.only_line(0).startswith("no step for ")
+    with ExitStack() as rests:
+        for heartbeat in ranks.heartbeats:
+            rests.enter_context(heartbeat.activity.rest())
+        ranks.heartbeats[late].activity.state = lambda: STALLED  # type: ignore[method-assign]
+        ranks.run(5)
+        assert not any(ranks.lines.values())
+        ranks.stopped.add(1)
+        ranks.run(12)
+    assert ranks.only_line(0).startswith("rank 1 "), "the watch goes on"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])

@@ -21,7 +21,7 @@ from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.data import digits
 from kasoku.distributed.ddp.chained_reduce import ChainedReduce, Reduce
 from kasoku.distributed.ddp.compression import Hierarchical, LowRank, Mean, Reducer, Wire
-from kasoku.distributed.environment import place
+from kasoku.distributed.environment import place, ranks_on_host
 
 LENGTHS = (4096, 3001, 5, 1)
 PLAIN = Wire(sums="wire")
@@ -255,6 +255,13 @@ def test_the_node_is_what_srun_started_as_ranks_count_it(slurm: dict[str, str], 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # what torchrun says, which srun may have started, comes first
     with pytest.raises(InputError, match="4 ranks in nodes of 3"):
         on_ranks("threads", 4, steps, Hierarchical(), 1)
+
+
+def test_a_process_that_srun_did_not_start_is_none_of_its_tasks():
+    salloc = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    assert ranks_on_host(salloc) is None
+    assert ranks_on_host({**salloc, "SLURM_PROCID": "3"}) == 8
+    assert ranks_on_host({**salloc, "LOCAL_WORLD_SIZE": "4"}) == 4
 
 
 def test_slurms_tasks_that_are_no_equal_nodes_are_asked_for(monkeypatch: pytest.MonkeyPatch):

@@ -25,12 +25,13 @@ from helpers.started import (
     stop_by_sigterm,
     wait_for_checkpoints,
 )
+from helpers.virtual_comm import VirtualClock
 from kasoku.cli import main
 from kasoku.config.from_folder import recipe_for
 from kasoku.config.ranks import gpus_for
 from kasoku.config.recipe import Recipe, load
 from kasoku.core import Comm, InputError, Solo, Threads
-from kasoku.distributed.counting_comm import RESTING, STEPPING, Activity, CountingComm
+from kasoku.distributed.counting_comm import BUSY, RESTING, STALLED, STEPPING, Activity, CountingComm
 from kasoku.training import ensemble
 from kasoku.training.run_folder import RunFolder, load_recipe, members_of
 from kasoku.training.run_state import Training
@@ -113,6 +114,32 @@ def test_ranks_whose_member_has_ended_do_not_hide_a_hang_in_another(tmp_path, mo
     assert Threads(4).run(rank_main) == [None] * 4
     assert states[:2] == [RESTING, RESTING]
     assert states[2] == STEPPING
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_busy_while_they_evaluate_an_ensemble_but_not_for_ever(ranks, tmp_path, monkeypatch):
+    clocks: list[VirtualClock] = [VirtualClock() for _ in range(ranks)]
+    states: list[tuple[bytes, bytes, bytes]] = []
+    score = ensemble.trained_run.score_runs
+
+    def scored(paths: list[Path], comm: Comm) -> object:
+        before, activity, clock = comm.activity.state(), comm.activity, clocks[comm.rank]
+        scores = score(paths, comm=comm)
+        clock.until(clock.now() + 1800)
+        busy = activity.state()
+        clock.until(clock.now() + 1900)
+        states.append((before, busy, activity.state()))
+        return scores
+
+    monkeypatch.setattr(ensemble.trained_run, "score_runs", scored)
+
+    def rank_main(comm: Comm) -> None:
+        counted = CountingComm(comm, Activity(0.0, clocks[comm.rank]))
+        assert members_on(counted, tmp_path / "run", 2) is None
+        ensemble.evaluate(paths_of(tmp_path / "run", 2), counted, quiet=True)
+
+    Threads(ranks).run(rank_main)
+    assert states == [(BUSY, BUSY, STALLED)] * ranks
 
 
 def sums_on_channels(comm: Comm) -> list[float]:
@@ -281,6 +308,55 @@ def test_continue_begins_members_anew_that_were_not_all_described(killed, tmp_pa
     assert main(["train", "--resume", str(out)]) == 0
     assert main([*command, "--members", "4"]) == 2
     assert "a run of 3 members, and --members 4 is given" in capsys.readouterr().err
+
+
+def test_members_are_not_begun_in_another_run_nor_over_fewer_members(on_one_rank, tmp_path, capsys):
+    plain, fewer = tmp_path / "plain", shutil.copytree(on_one_rank, tmp_path / "fewer")
+    train = ["train", str(RECIPE), *options("epochs=1"), "--quiet"]
+    assert main([*train, "--out", str(plain)]) == 0
+    for member in members_of(fewer):
+        cut(member)  # so none of them has a checkpoint
+    for out, members in ((plain, 0), (fewer, 3)):
+        before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+        assert main([*train, "--continue", "--members", "5", "--out", str(out)]) == 2
+        assert f"{out}: a run of {members} members, and --members 5 is given" in capsys.readouterr().err
+        assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+
+
+def test_members_that_are_begun_anew_lose_their_old_metrics(on_one_rank, tmp_path):
+    run = shutil.copytree(on_one_rank, tmp_path / "run")
+    for member in members_of(run):
+        cut(member)
+    (run / "member-3" / "recipe.toml").unlink()
+    command = ["train", str(RECIPE), *options("epochs=1"), "--quiet", "--continue", "--members", "3"]
+    assert main([*command, "--out", str(run)]) == 0
+    for begun, old in zip(paths_of(run, 2), paths_of(on_one_rank, 2), strict=True):
+        lines, gone = ((path / "metrics.jsonl").read_text().splitlines() for path in (begun, old))
+        assert lines
+        assert not {*lines} & {*gone}
+
+
+def test_a_copy_of_a_member_is_none_of_the_ensemble(on_one_rank, tmp_path, capsys):
+    run = shutil.copytree(on_one_rank, tmp_path / "run")
+    shutil.copytree(run / "member-1", run / "member-1.bak")
+    assert main(["train", "--resume", str(run)]) == 0
+    assert f"{run}: 3 members, the first finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--continue"]])
+def test_an_ensemble_removes_empty_folders_of_a_larger_one(more, tmp_path):
+    """As if a training of five members had been killed before it described one."""
+    out = tmp_path / "run"
+    for path in paths_of(out, 5):
+        RunFolder(path).close()
+    (out / "member-4" / "data.json").write_text("{}")
+    (out / "member-6").mkdir()
+    (out / "member-6" / "notes.txt").write_text("of the user")
+    train = ["train", str(RECIPE), *options("epochs=1"), "--quiet"]
+    assert main([*train, "--members", "3", *more, "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.glob("member-*")) == ["member-1", "member-2", "member-3", "member-6"]
+    shutil.rmtree(out / "member-6")
+    assert main(["train", "--resume", str(out)]) == 0
 
 
 def started_members(out: Path, *more: str) -> list[subprocess.Popen[str]]:

@@ -81,15 +81,17 @@ def _gpus(arguments: TrainArguments) -> int:
 def _has_run(arguments: TrainArguments) -> bool:
     """Whether --out holds a run to go on with. Raises InputError if it has another number of members.
 
-    Members that were not all begun have not trained. They are begun anew.
+    If some of its members were not begun, none has trained, so all are begun anew.
     """
     out, wanted = arguments.out or Path(), arguments.members
     members = members_of(out)
     if not members and not (out / "recipe.toml").is_file():
         return False
-    if len(members) < wanted and not any([*out.glob("member-*/checkpoints/step-*"), *out.glob("member-*/result.json")]):
+    trained = any([*out.glob("member-*/checkpoints/step-*"), *out.glob("member-*/result.json")])
+    if members and len(members) < wanted == len(members_of(out, unbegun=True)) and not trained:
         for member in members:
             with closing(RunFolder(member, resume=True)):  # locked
+                (member / "metrics.jsonl").unlink(missing_ok=True)
                 (member / "recipe.toml").unlink()
         return False
     if len(members) != wanted:
@@ -258,10 +260,10 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
 
     def members() -> tuple[list[Recipe], list[Path], list[str]]:
         if arguments.resume:
-            paths, begun = members_of(folder), len(list(folder.glob("member-*")))
-            if len(paths) < begun:
-                got = f"{folder}: {begun} members, of which {len(paths)} were begun"
-                raise InputError(f"{got}: start all of them again, with --continue --members {begun} --out {folder}")
+            paths, wanted = members_of(folder), len(members_of(folder, unbegun=True))
+            if len(paths) < wanted:
+                got = f"{folder}: {wanted} members, of which {len(paths)} were begun"
+                raise InputError(f"{got}: start all of them again, with --continue --members {wanted} --out {folder}")
             recipes = [resumed_recipe(path, arguments.set) for path in paths]
             return recipes, paths, [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)

@@ -36,7 +36,7 @@ class GradientExchange(Protocol):
         """The bytes of the bucket that holds the gradient of p."""
 
     def hold(self, p: Tensor) -> None:
-        """Takes it that p's layer holds the factors of its gradient until the turn of p's bucket."""
+        """Notes that the layer of p keeps the factors of its gradient until the turn of p's bucket."""
 
 
 class InBackward(Protocol):

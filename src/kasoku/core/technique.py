@@ -78,6 +78,11 @@ class Technique:
         """Whether ranks step without waiting for each other."""
         return False
 
+    @property
+    def skips_unused(self) -> bool:
+        """Whether it averages no gradient of parameters that a step does not use, instead of refusing the step."""
+        return False
+
     def over(self, epochs: float) -> Technique:
         """The technique that `kasoku train` applies in place of this one; its times may be shares of the training."""
         return self

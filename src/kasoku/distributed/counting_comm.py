@@ -46,11 +46,17 @@ class Activity:
         """Must be called after each optimizer step."""
         now = self._clock.now()
         self._durations_s.append(now - self._last_step)
-        self._last_step, self._rests = now, False
+        self._last_step = now
 
-    def rest(self) -> None:
-        """Marks that this rank makes no more steps, and waits for ranks that may hang."""
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """Marks that this rank has made its steps and waits for the others; a hang of those is still noticed."""
         self._rests = True
+        try:
+            yield
+        finally:
+            self._durations_s.append(0.0)  # a rank that made no step is no longer starting either
+            self._last_step, self._rests = self._clock.now(), False
 
     @contextmanager
     def busy(self, limit_s: float = math.inf) -> Iterator[None]:

@@ -63,10 +63,13 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def ranks_on_host(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Ranks of a node: $LOCAL_WORLD_SIZE, or Slurm's tasks a node or equal share; None if unknown."""
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        if environment.get(name):
-            return _number(environment, name)
+    """Ranks of a node: $LOCAL_WORLD_SIZE, or in a task of Slurm its tasks a node or equal share; None if unknown."""
+    if environment.get("LOCAL_WORLD_SIZE"):
+        return _number(environment, "LOCAL_WORLD_SIZE")
+    if "SLURM_PROCID" not in environment:  # a shell of salloc has the variables of its job, and is one process
+        return None
+    if environment.get("SLURM_NTASKS_PER_NODE"):
+        return _number(environment, "SLURM_NTASKS_PER_NODE")
     nodes, tasks = _number(environment, "SLURM_NNODES", 0), _number(environment, "SLURM_NTASKS", 0)
     return tasks // nodes if nodes and tasks % nodes == 0 else None
 

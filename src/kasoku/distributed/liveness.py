@@ -235,13 +235,16 @@ class StoreHeartbeat:
                 detector.heard(rank, heartbeat)
         if dead := detector.dead():
             return self.death(dead)
-        states = {self.activity.state(), *(heartbeat[:1] for heartbeat in heartbeats)}
-        if states & {STARTING, BUSY}:
+        states = [self.activity.state(), *(heartbeat[:1] for heartbeat in heartbeats)]
+        if {*states} & {STARTING, BUSY}:
             self._last_busy = now
         if self.rank > 0 or STALLED not in states or now - self._last_busy < self.activity.limit_s:
             return ""
         reports = [self.activity.report(), *(json.loads(heartbeat[1:]) for heartbeat in heartbeats)]
-        idle_s = max(report["idle_s"] for report in reports if not report["rests"])
+        at_work = [i for i, report in enumerate(reports) if not report["rests"]]
+        if STALLED not in [states[i] for i in at_work]:  # it has come to rest since its state was read
+            return ""
+        idle_s = max(reports[i]["idle_s"] for i in at_work)
         return f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
 
     def death(self, ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ meet when all members have ended. A member that fails, or that a signal to its r
 
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,11 +25,12 @@ from kasoku.data import GoneError, Memory
 from kasoku.distributed.consensus import SHARED_ERRORS, raise_on_all_ranks, run_on_all_ranks
 from kasoku.training import trained_run
 from kasoku.training.control import signals
-from kasoku.training.run_folder import ENSEMBLE, RunFolder, finished, run_folder
+from kasoku.training.run_folder import ENSEMBLE, RunFolder, finished, remove_empty_members, run_folder
 from kasoku.training.run_state import DivergedError, Training
 from kasoku.training.trainer import Trainer, build, fit
 
 Members = list[tuple[Training, RunFolder | None]]  # of this rank; only the first rank of a group has the run folder
+_PATIENCE = 60  # an evaluation of all members may take this many times as long as a rank may be without a step
 Outcome = tuple[str | None, list[str]]  # of a rank's members: the signal that stopped one, and those that diverged
 
 
@@ -92,9 +93,12 @@ def train(
             stack.callback(training.job.plain_loader.close)
 
         def folders() -> list[RunFolder | None]:
+            own_folders = [stack.enter_context(run_folder(apart, paths[i], resume=resume)) for i in own]
             if comm.rank == 0:
                 (paths[0].parent / ENSEMBLE).unlink(missing_ok=True)
-            return [stack.enter_context(run_folder(apart, paths[i], resume=resume)) for i in own]
+                if not resume:
+                    remove_empty_members(paths[0].parent, paths)
+            return own_folders
 
         members = list(zip(trainings, run_on_all_ranks(comm, folders), strict=True))
         # when all folders are there, and before any member trains
@@ -108,10 +112,9 @@ def train(
             if each > 1 and not isinstance(error, SHARED_ERRORS):
                 raise  # the other ranks of the member wait in a collective: the failure detector ends them
             failure = error
-        if comm.activity:
-            comm.activity.rest()
-        outcomes = meeting.gather_objects(outcome)
-        raise_on_all_ranks(meeting, failure)
+        with comm.activity.rest() if comm.activity else nullcontext():
+            outcomes = meeting.gather_objects(outcome)
+            raise_on_all_ranks(meeting, failure)
     diverged = [name for _, names in outcomes for name in names]
     if diverged:
         raise DivergedError(f"{', '.join(sorted(diverged))} diverged; the other members have ended")
@@ -120,7 +123,8 @@ def train(
 
 def evaluate(paths: Sequence[Path], comm: Comm, *, quiet: bool = False) -> None:
     """Prints the scores of the members and of the ensemble, and writes those of the ensemble. Collective."""
-    scores = trained_run.score_runs(paths, comm=comm)
+    with comm.activity.busy(_PATIENCE * comm.activity.limit_s) if comm.activity else nullcontext():
+        scores = trained_run.score_runs(paths, comm=comm)
     if comm.rank == 0 and not quiet:
         trained_run.print_scores(scores)
     document = json.dumps({**asdict(scores[-1][1]), "members": len(paths)}, indent=1) + "\n"

@@ -11,6 +11,7 @@ else, or has a removed setting. In format 1, without that line, a time below 1 w
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import count
@@ -35,6 +36,7 @@ _REMOVED: dict[str, dict[str, Any]] = {  # settings before format 3: the values 
     "kasoku.optim.muon": {"normalize": True},
 }
 _TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
+_BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
 
@@ -191,12 +193,24 @@ def output_folder(out: Path | None, recipe: Path, word: str, *, written: Sequenc
     return path
 
 
-def members_of(folder: Path) -> list[Path]:
-    """The run folders of an ensemble's members; empty if the folder is not an ensemble's."""
-    found = {p.parent.name.removeprefix("member-"): p.parent for p in folder.glob("member-*/recipe.toml")}
-    if found:
+def members_of(folder: Path, *, unbegun: bool = False) -> list[Path]:
+    """The run folders of an ensemble's members; empty if the folder is not an ensemble's.
+
+    `unbegun`: also those without a recipe, as a training leaves that is killed before it describes its members.
+    """
+    found = {path.name.removeprefix("member-"): path for path in folder.glob("member-*")}
+    members = [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
+    begun = [path for path in members if (path / "recipe.toml").exists()]
+    if begun:
         check_regular(folder)
-    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
+    return members if unbegun else begun
+
+
+def remove_empty_members(folder: Path, kept: Sequence[Path]) -> None:
+    """Removes the folders of other members than those `kept`, if they were not begun."""
+    for path in members_of(folder, unbegun=True):
+        if path not in kept and {file.name for file in path.rglob("*")} <= _BEFORE_RECIPE:
+            shutil.rmtree(path)
 
 
 def shares_in(folder: Path, comm: Comm, batch: int) -> tuple[int, ...]:

@@ -283,7 +283,7 @@ class Exchange:
             weights.receive(groups[g], self.job.trace)
             groups[g].version_used.update(groups[g].version_read)
         for group in groups:
-            group.prediction.put(there=True)
+            group.prediction.add()
 
     # ---- sync points and checkpoints
 

@@ -179,7 +179,7 @@ class SharedWeights:
     def remove_predictions(self) -> None:
         """Leaves the weights alone in the parameters of all groups."""
         for group in self.groups:
-            group.prediction.put(there=False)
+            group.prediction.remove()
 
     @property
     def unchanged(self) -> bool:

@@ -4,8 +4,6 @@ Note: optimizer states. Synchronous ranks need equal optimizer states, or their 
 each have their own. So the states are averaged over all ranks when a synchronous phase begins.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,8 @@ class SyncPhases:
     def __init__(self, job: Job, buckets: Policy, warmup: float, finish: float) -> None:
         self._job, self.bounds, self.active, self._own = job, (warmup, finish), False, job.step_comm
         if warmup or finish:
-            inside: Any = next((t for t in job.applied if t.averages_gradients), None)
-            settings = Overlap(buckets, next_forward=False, unused=getattr(inside, "unused", "refuse"))
+            skips = any(t.skips_unused for t in job.applied)
+            settings = Overlap(buckets, next_forward=False, unused="skip" if skips else "refuse")
             # the means of a node are whole, and a loss scale has decided on them
             self._engine = Engine(job, settings, job.comm, vetoed=job.vetoes_steps and self._own.size == 1)
             if self._own.size == 1:

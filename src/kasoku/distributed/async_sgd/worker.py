@@ -67,10 +67,14 @@ class Prediction(FlatViews):
         while new > max(1.0, 2 * usual):
             new, self._factor = new / 2, self._factor / 2
 
+    def add(self) -> None:
+        self._apply(self._factor)
+
+    def remove(self) -> None:
+        self._apply(0.0)
+
     @torch.no_grad()
-    def put(self, *, there: bool) -> None:
-        """Adds the prediction to the parameters, or removes it."""
-        times = self._factor if there else 0.0
+    def _apply(self, times: float) -> None:
         if times != self._applied:
             for p, movement in zip(self.params, self.views, strict=True):
                 p.add_(movement.to(p.device), alpha=times - self._applied)

@@ -75,13 +75,17 @@ class Overlap(Technique):
         if self.unused not in ("refuse", "skip"):
             raise InputError(f'unused="{self.unused}": "refuse" or "skip"')
 
+    @property
+    def skips_unused(self) -> bool:
+        return self.unused == "skip"
+
     def apply(self, job: Job) -> None:
         if job.step_comm.size == 1:
             job.keep("overlap", SingleRank({"plan": {}, "reduce": []}))
             return
         start_equal(job, job.step_comm)
         updates = job.in_backward
-        frees = updates is not None and self.unused == "refuse" and updates.active(exchanged=True)
+        frees = updates is not None and not self.skips_unused and updates.active(exchanged=True)
         if updates is not None and frees:
             engine: Engine = FreeingEngine(job, self, updates, vetoed=job.vetoes_steps)
         else:
@@ -200,7 +204,7 @@ class Engine:
         self.drain()  # buckets of layers that this step did not use
         for p in partly_used:
             self.arrive(p)
-        skip_unused = self.settings.unused == "skip"
+        skip_unused = self.settings.skips_unused
         if not any(bucket.versions for bucket in self.layout.buckets) and not skip_unused:
             return  # no backward since the last step: nothing changes
         self.layout.refuse_changed(self.layout.buckets)
