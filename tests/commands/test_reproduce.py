@@ -233,6 +233,16 @@ def test_output_is_in_the_log_while_a_command_runs(planted):
 
 
 @pytest.mark.process
+def test_a_null_value_is_not_shown_with_the_reason_of_its_command(planted, capsys):
+    text = DOUBLE.replace('2 * n, "one"', 'None, "null_because": "it is too large", "one"')
+    (planted / "benchmarks" / "double.py").write_text(text)
+    assert main(["reproduce", "009", "--part", "twice", "--out", "out"]) == 0
+    out = capsys.readouterr().out
+    assert "the double is twice the number (published: 2; holds if 1.99 to 2.01): it is too large" in out
+    assert "here 20: it was large" in out  # a claim that has its value
+
+
+@pytest.mark.process
 def test_commands_find_images_under_a_relative_path(planted, monkeypatch):
     text = 'import json, os\nprint(json.dumps({"works": os.path.isdir(os.environ["KASOKU_DATA"] + "/cifar10")}))\n'
     (planted / "benchmarks" / "fails.py").write_text(text)
@@ -366,6 +376,7 @@ def test_what_a_part_names_is_there(part):
         assert documents.value_of(value, {}) is None, value
         assert {key.partition(".")[0] for key in re.split(" [-/] ", value)} <= set(commands), value
     for claim in part["claims"]:
-        assert set(claim) <= {"claim", "published", "value", "unit", "holds", "why", "section", "own"}
+        assert set(claim) <= {"claim", "section", "published", "value", "unit", "holds", "why", "own"}
+        assert claim.get("own", True) is True, claim
         assert "value" in claim or "why" in claim, claim  # what is not shown has a reason
         assert re.fullmatch(r"(<=?|>=?) -?[\d.]+|-?[\d.]+ to -?[\d.]+|true|false|", claim.get("holds", "")), claim

@@ -120,7 +120,7 @@ def _check(arguments: ReproduceArguments) -> documents.Document:
 
 
 def _left_out(part: Mapping[str, Any], texts: Mapping[str, Any], length: str, asked: Sequence[str]) -> str:
-    """Why a command of a part does not run; empty if it does."""
+    """Why a command of a part does not run; empty if it does. With --full, its `full_needs` stand for its `needs`."""
     if asked and part["name"] not in asked:
         return "left out by --part"
     if length not in texts:

@@ -2,7 +2,7 @@
 
 A part of a document has commands, claims and figures. A claim names a value in the results of its part's commands, as
 "COMMAND.KEY", a ratio or a difference of two ("a.x / b.x", "a.x - b.x"), and what the document says of it; `own` marks
-a claim of kasoku's.
+a claim of kasoku's. `needs` are those of commands/reproduce.py; `null_because` of a result: why its values are null.
 """
 
 import operator
@@ -82,7 +82,8 @@ def rows(name: str, document: Document, here: Results, long: Results, lacks: Lac
             unit, holds = claim.get("unit", ""), claim.get("holds", "")
             now, hours = (value_of(value, results.get(title, {})) for results in (here, long))
             commands = [] if now is not None else [key.partition(".")[0] for key in value.split()[::2]]
-            reasons = [*(lacks.get((title, command), "") for command in commands), claim.get("why", "")]
+            nulls = {command: result.get("null_because") for command, result in here.get(title, {}).items()}
+            reasons = [*(lacks.get((title, each)) or nulls.get(each) for each in commands), claim.get("why")]
             found.append(
                 ClaimRow(
                     section=claim.get("section", part["section"]),
