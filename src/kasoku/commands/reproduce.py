@@ -30,18 +30,12 @@ from kasoku.training.run_folder import free_folder
 _RESULTS = ("ensemble.json", "result.json", "tuning.json", "profile.json", "simulation.json", "search.json")
 
 
-def _has_images(folder: str) -> bool:
-    return bool(os.environ.get("KASOKU_DATA")) and Path(os.environ["KASOKU_DATA"], folder).is_dir()
+def _images(folder: str, how: str) -> tuple[Callable[[], bool], str]:
+    """The need of a folder of images, and how to get it."""
+    need = f"it needs $KASOKU_DATA/{folder}: {how}"
+    return lambda: bool(os.environ.get("KASOKU_DATA")) and Path(os.environ["KASOKU_DATA"], folder).is_dir(), need
 
 
-_IMAGES = {  # folders of KASOKU_DATA, and how to get them
-    "fashion_mnist": "kasoku data fashion-mnist --to DIR; export KASOKU_DATA=DIR",
-    "cifar10": "kasoku data cifar10 --to DIR/cifar10; export KASOKU_DATA=DIR",
-    "cifar100": "kasoku data cifar100 --to DIR/cifar100; export KASOKU_DATA=DIR",
-    "imagenette224": "photos of a few classes, in train/CLASS and val/CLASS",
-    "imagenet": "ImageNet, in train/CLASS and val/CLASS",
-    "imagenet_fullsize": "photos of any size, as files *.JPEG in any folders",
-}
 NEEDS: Mapping[str, tuple[Callable[[], object], str]] = {  # of a part: (is it here?, why the part is left out)
     "root": (lambda: not os.geteuid() and all(map(which, ("ip", "tc", "taskset"))), "it needs root, ip, tc, taskset"),
     "taskset": (partial(which, "taskset"), "it needs taskset, of util-linux"),
@@ -50,9 +44,12 @@ NEEDS: Mapping[str, tuple[Callable[[], object], str]] = {  # of a part: (is it h
     "cc": (partial(which, "cc"), "it needs a C compiler, cc"),
     "onnx": (partial(find_spec, "onnxruntime"), "it needs pip install -e '.[onnx]'"),
     "search": (partial(find_spec, "optuna"), "it needs pip install -e '.[search]'"),
-} | {
-    f"data:{name}": (partial(_has_images, name), f"it needs $KASOKU_DATA/{name}: {how}")
-    for name, how in _IMAGES.items()
+    "data:fashion_mnist": _images("fashion_mnist", "kasoku data fashion-mnist --to DIR; export KASOKU_DATA=DIR"),
+    "data:cifar10": _images("cifar10", "kasoku data cifar10 --to DIR/cifar10; export KASOKU_DATA=DIR"),
+    "data:cifar100": _images("cifar100", "kasoku data cifar100 --to DIR/cifar100; export KASOKU_DATA=DIR"),
+    "data:imagenette224": _images("imagenette224", "photos of a few classes, in train/CLASS and val/CLASS"),
+    "data:imagenet": _images("imagenet", "ImageNet, in train/CLASS and val/CLASS"),
+    "data:imagenet_fullsize": _images("imagenet_fullsize", "photos of any size, as files *.JPEG in any folders"),
 }
 
 
