@@ -204,8 +204,8 @@ def document(name: str) -> str:
     return "\n\n".join(
         [
             f"## {described['title']}",
-            f"{described['source']} ({cited(f'[{name}]')}). Claims: {documents.counts(found)}.",
-            f"```console\nkasoku reproduce {name}\n```",
+            f"{described['source']} ({cited(f'[{name}]')}).",
+            f"`kasoku reproduce {name}`; claims: {documents.counts(found)}.",
             table(["section", "experiment", "here on", "`--part`"], parts),
             table(head, [[str(getattr(row, key)) for key in keys] for row in found]),
         ]
