@@ -43,7 +43,7 @@ def main() -> int:
     data = os.environ.get("KASOKU_DATA")
     if not data:
         raise InputError("application.py: set KASOKU_DATA to the folder of imagenette224/")
-    photos = sorted(map(str, (Path(data) / "imagenette224" / "val").rglob("*.JPEG")))
+    photos = sorted(map(str, (Path(data) / "imagenette224" / "val").glob("*/*")))
     photos = sorted(random.Random(0).sample(photos, min(arguments.photos, len(photos))))
     with tempfile.TemporaryDirectory() as home:
         run, table = f"{home}/run", Path(home) / "predicted.csv"

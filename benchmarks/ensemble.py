@@ -3,13 +3,14 @@
     KASOKU_DATA=/data python benchmarks/ensemble.py [--members 4] [--seeds 3] [--epochs 40] [--out DIR]
 
 cnn11 on photos of ten ImageNet classes (recipes/documents/001_photos.toml). Members are trained on two ranks by
-`kasoku launch local`, each whole on one of them; an ensemble of another seed shares no member. The 600 test photos are
+`kasoku launch local`, each whole on one of them; an ensemble of another seed shares no member. The test photos are
 then put into one folder under numbers that say nothing of their classes, and `kasoku predict --numbers` writes five
-class numbers of the ILSVRC for each.
+class numbers for each: those of the ILSVRC, from $KASOKU_DATA/imagenet_meta/map_clsloc.txt, or without it 1, 2, ...
 members_top5_error, ensemble_top5_error: in percent, means over seeds; a member's is its own at the end of training.
 gain_top5: the difference in points; gain_top5_low, gain_top5_high: its 95 % interval over seeds (Student's t), None for
 one seed. The same of top-1 accuracy. error_by_members: top-5 error of the first 1, 2, ... members together.
 submission_top5_error: of the submission; submission_off_by: points from eval's error, the most of all seeds.
+submission_lines: of the last submission; parameters.images: the test photos.
 With --out finished members stay, and the same command goes on.
 Why it matters: [001], 13.89 % top-5 error of an ensemble's predictions for the unlabelled images of ILSVRC2012.
 """
@@ -61,12 +62,12 @@ def train(out: Path, seed: int, asked: argparse.Namespace) -> list[Path]:
     return sorted(out.glob("member-*"))
 
 
-def submitted(out: Path, images: Path, truth: list[str], numbers: Path) -> float:
-    """Percent of the images whose class is not among the five of their line of the submission."""
+def submitted(out: Path, images: Path, truth: list[str], numbers: Path) -> tuple[float, int]:
+    """Percent of the images whose class is not among the five of their line of the submission; the lines of it."""
     file = out / "submission.txt"
     kasoku("predict", out, images, "--numbers", numbers, "--out", file)
     lines = [line.split() for line in file.read_text().splitlines()]
-    return 100 * statistics.mean(number not in five for number, five in zip(truth, lines, strict=True))
+    return 100 * statistics.mean(number not in five for number, five in zip(truth, lines, strict=False)), len(lines)
 
 
 def interval(values: list[float]) -> dict[str, float | None]:
@@ -88,12 +89,16 @@ def main() -> None:
     if asked.seeds not in (1, *T95):
         parser.error(f"--seeds {asked.seeds}: 1 to {max(T95)}")
     data = Path(os.environ.get("KASOKU_DATA", ""))
-    table = data / "imagenet_meta" / "map_clsloc.txt"  # lines of a class, its number, its name
-    numbers = {line.split()[0]: line.split()[1] for line in table.read_text().splitlines()}
+    table, test = data / "imagenet_meta" / "map_clsloc.txt", data / "imagenette224" / "val"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as own:
         images = Path(own) / "test"
-        truth = unlabelled(data / "imagenette224" / "val", images, numbers)
+        if not table.is_file():
+            classes = sorted(folder.name for folder in test.iterdir())
+            table = Path(own) / "numbers.txt"
+            table.write_text("".join(f"{name} {number}\n" for number, name in enumerate(classes, 1)))
+        numbers = dict(line.split()[:2] for line in table.read_text().splitlines())  # a class, its number, its name
+        truth = unlabelled(test, images, numbers)
         rows: list[dict[str, Any]] = []
         for seed in range(0, asked.seeds * asked.members, asked.members):
             out = (asked.out or Path(own)) / f"seed-{seed}"
@@ -101,12 +106,13 @@ def main() -> None:
             alone = [json.loads((run / "result.json").read_text()) for run in members]
             first = [score_runs(members[:k])[-1][1] for k in range(1, len(members) + 1)]
             whole = first[-1]
+            error, lines = submitted(out, images, truth, table)
             row = {
                 "members_top1": 100 * statistics.mean(run["top1"] for run in alone),
                 "ensemble_top1": 100 * whole.top1,
                 "members_top5_error": 100 - 100 * statistics.mean(run["top5"] for run in alone),
                 "ensemble_top5_error": 100 - 100 * whole.top5,
-                "submission_top5_error": submitted(out, images, truth, table),
+                "submission_top5_error": error,
                 "by_members": [100 - 100 * scores.top5 for scores in first],
             }
             rows.append(row)
@@ -124,7 +130,7 @@ def main() -> None:
     means = [statistics.mean(errors) for errors in zip(*(row["by_members"] for row in rows), strict=True)]
     figures["error_by_members"] = [[k + 1, round(error, 2)] for k, error in enumerate(means)]
     apart = [row["submission_top5_error"] - row["ensemble_top5_error"] for row in rows]
-    figures |= {"submission_off_by": round(max(map(abs, apart)), 3), "submission_lines": len(truth), "n": len(rows)}
+    figures |= {"submission_off_by": round(max(map(abs, apart)), 3), "submission_lines": lines, "n": len(rows)}
     finish("ensemble", {**vars(asked), "out": str(asked.out), "images": len(truth)}, figures)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
@@ -196,18 +195,19 @@ def combining() -> str:
 
 
 def document(name: str) -> str:
-    """The claims of a document with what was found of them, from its description and the recorded results."""
+    """The claims of a document with what was recorded of them, from its description and the recorded results."""
     described = documents.read(name)
     found = documents.rows(name, described, {}, documents.recorded(name), {})
-    counts = Counter(row.verdict for row in found)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in documents.VERDICTS if counts[verdict])
     parts = [(part["section"], part["title"], part.get("set", ""), part["name"]) for part in described["parts"]]
-    rows = [(row.section, row.claim, row.published, row.recorded, row.verdict, row.why) for row in found]
+    head = ["section", "claim", "published", "holds if", "recorded", "verdict recorded", "why"]
+    keys = [column.replace(" ", "_") for column in head]
     return "\n\n".join(
         [
-            f"{described['source']}. `kasoku reproduce {name}`; {len(rows)} claims: {told}.",
+            f"## {described['title']}",
+            f"{described['source']} ({cited(f'[{name}]')}).",
+            f"`kasoku reproduce {name}`; claims: {documents.counts(found)}.",
             table(["section", "experiment", "here on", "`--part`"], parts),
-            table(["section", "claim", "published", "recorded", "verdict", "why it differs, or is not shown"], rows),
+            table(head, [[str(getattr(row, key)) for key in keys] for row in found]),
         ]
     )
 

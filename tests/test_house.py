@@ -33,9 +33,9 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "config": 1395,
     "tune": 1775,
     "simulate": 1665,
-    "report": 2540,
+    "report": 2615,
     "training": 2390,
-    "commands": 2050,
+    "commands": 2030,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -20,7 +20,17 @@ sys.path.append(str(BENCHMARKS))
 records = importlib.import_module("records")
 
 WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which is made by hand"} | dict.fromkeys(
-    ("batch_sizes", "schedules", "switched_off", "simulate_abci", "simulate_k20x", "virtual_update", "batch_patterns", "ensemble", "ladder"),
+    (
+        "batch_sizes",
+        "schedules",
+        "switched_off",
+        "simulate_abci",
+        "simulate_k20x",
+        "virtual_update",
+        "batch_patterns",
+        "ensemble",
+        "ladder",
+    ),
     "its figures are claims of a document, and stand in records/documents",
 )
 LINES = [line for area in records.AREAS for line in records.newest(records.read(area))]

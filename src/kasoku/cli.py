@@ -25,7 +25,7 @@ VERBS = {  # verb: (module of kasoku.commands, help)
     "profile": ("profile", "where the time of a step goes: blocks, operators, gaps, memory"),
     "simulate": ("simulate", "time and cost of a recipe on a cluster that is described in a file"),
     "plan": ("plan", "GPUs, batch and groups for a deadline or a budget; a recipe and a script"),
-    "reproduce": ("reproduce", "the experiments of one of the five documents, beside what it published"),
+    "reproduce": ("reproduce", "the experiments of a document that kasoku began with, beside what it published"),
     "report": ("report", "one HTML page of runs: curves, where the time went, classes; which recipe is faster"),
     "eval": ("evaluate", "top-1 and top-5 of runs, alone and as an ensemble"),
     "predict": ("predict", "the five likeliest classes of images, as CSV"),

@@ -9,7 +9,9 @@ import pytest
 
 from kasoku.cli import main
 from kasoku.commands import reproduce
+from kasoku.config import toml
 from kasoku.config.shipped import RECIPES
+from kasoku.core.files import read_json
 from kasoku.report import documents
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,15 @@ print("measuring")
 print(json.dumps({"numbers": [n], "doubled": 2 * n, "one": 1.0, "curve": [[n, 2 * n]]}))
 """
 
+WATCHES_ITS_LOG = """import json, time
+from pathlib import Path
+print("measuring")
+end = time.monotonic() + 10
+while not (works := Path("../fails.log").read_text() == "measuring\\n") and time.monotonic() < end:
+    time.sleep(0.01)
+print(json.dumps({"works": works}))
+"""
+
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -89,14 +100,20 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_claims_are_held_against_what_the_commands_found(planted, capsys):
     assert main(["reproduce", "009", "--part", "twice", "--out", "out"]) == 0
     out = capsys.readouterr().out
-    assert "HOLDS: the double is twice the number (published: 2): here 2 times" in out
-    assert "DOES NOT HOLD: the number is small: here 20" in out  # a result, so the exit code is 0
+    assert "HOLDS: the double is twice the number (published: 2; holds if 1.99 to 2.01): here 2 times" in out
+    assert "DOES NOT HOLD: the number is small (holds if < 3): here 20: it was large" in out  # a result: exit code 0
     assert "NOT SHOWN HERE: it was done on 64 GPUs (published: 27 times one GPU): no GPU" in out
     assert "1 holds, 1 does not hold, 2 not shown here" in out
     page = (planted / "out" / "report.html").read_text()
     assert "the double is twice the number" in page
     assert "published: theirs" in page
-    assert "measuring" in (planted / "out" / "twice" / "double.log").read_text()
+    for head in ("holds if", "verdict here", "verdict recorded"):
+        assert f"<th>{head}</th>" in page
+    assert "<td>1.99 to 2.01</td>" in page
+    assert documents.LEGEND in page
+    log = planted / "out" / "short" / "twice" / "double.log"
+    assert "measuring" in log.read_text()
+    assert f"its output: {log}" in out
 
 
 @pytest.mark.process
@@ -115,7 +132,7 @@ def test_a_command_that_crashes_is_named_and_stops_no_other(planted, capsys):
     assert "broken/fails: exit code 1" in said.err
     assert "no such thing" in said.err
     assert "HOLDS: the double is twice" in said.out
-    assert "NOT SHOWN HERE: it works: fails crashed" in said.out
+    assert "NOT SHOWN HERE: it works (holds if true): fails crashed" in said.out
 
 
 @pytest.mark.process
@@ -135,10 +152,114 @@ def test_long_results_are_kept_and_stand_beside_short_ones(planted, capsys):
     capsys.readouterr()
     main(["reproduce", "009", "--part", "twice"])
     out = capsys.readouterr().out
-    assert "the number is small: here 20, recorded 2,099" in out
-    # a command that runs only in its short form
+    assert "the number is small (holds if < 3): here 20, recorded 2,099 (does not hold)" in out
+    # results of another part stay beside it
     assert main(["reproduce", "009", "--part", "broken", "--long"]) == 0
-    assert "NOT SHOWN HERE: it works: no command of this length, but --short" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the number is small (holds if < 3): recorded 2,099: left out by --part" in out
+    assert "NOT SHOWN HERE: it works (holds if true): this part has no --long form" in out
+
+
+@pytest.mark.process
+def test_this_run_is_judged_whatever_was_recorded(planted, capsys):
+    main(["reproduce", "009", "--part", "twice", "--long", "--record"])
+    text = (planted / "009.toml").read_text()
+    (planted / "009.toml").write_text(text.replace('"< 3"', '"< 100"'))
+    capsys.readouterr()
+    main(["reproduce", "009", "--part", "twice", "--out", "out"])
+    out = capsys.readouterr().out
+    assert "\nHOLDS: the number is small (holds if < 100): here 20, recorded 2,099 (does not hold)\n" in out
+    assert "2 holds, 0 does not hold, 2 not shown here" in out
+    page = (planted / "out" / "report.html").read_text()
+    assert re.search("<td>20</td><td>holds</td><td>2,099</td><td>does not hold</td>", page)
+
+
+@pytest.mark.process
+def test_a_long_run_is_labelled_here_and_keeps_the_short_one(planted, capsys):
+    main(["reproduce", "009", "--part", "twice", "--out", "out"])
+    main(["reproduce", "009", "--part", "twice", "--out", "out", "--long"])
+    assert "the number is small (holds if < 3): here 2,099" in capsys.readouterr().out
+    values = [read_json(planted / "out" / length / "twice" / "double.json")["result"] for length in ("short", "long")]
+    assert [value["numbers"] for value in values] == [[21], [2100]]
+
+
+def test_a_part_without_the_form_asked_for_says_which_it_has(planted, capsys):
+    text = PLANTED.replace("short = ", "full = ")
+    (planted / "009.toml").write_text(text)
+    assert main(["reproduce", "009"]) == 0
+    out = capsys.readouterr().out
+    assert "holds if 1.99 to 2.01): it runs only with --long or --full" in out
+    assert "it works (holds if true): it runs only with --full" in out
+    assert main(["reproduce", "009", "--part", "twice", "--list"]) == 0
+
+
+def test_its_parts_are_listed(planted, capsys):
+    assert main(["reproduce", "009", "--list"]) == 0
+    assert capsys.readouterr().out == "twice: A number and its double\nbroken: A program that fails\n"
+
+
+def test_help_names_the_documents_that_are_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--help"])
+    assert ", ".join(documents.DOCUMENTS) in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_a_claim_of_our_own_is_counted_apart(planted, capsys):
+    own = 'claim = "the number is small"\nsection = "3"\nown = true\n'
+    (planted / "009.toml").write_text(PLANTED.replace('claim = "the number is small"\n', own))
+    main(["reproduce", "009", "--part", "twice", "--out", "out"])
+    out = capsys.readouterr().out
+    assert "DOES NOT HOLD: the number is small (ours; holds if < 3): here 20" in out
+    assert "1 holds, 0 does not hold, 2 not shown here, 0 figure only; ours: 0 holds, 1 does not hold" in out
+    page = (planted / "out" / "report.html").read_text()
+    assert "<td>3</td><td>the number is small</td><td>ours</td>" in page
+
+
+@pytest.mark.process
+def test_a_command_that_a_signal_stopped_is_not_called_crashed(planted, capsys):
+    (planted / "benchmarks" / "fails.py").write_text("raise SystemExit(75)")
+    assert main(["reproduce", "009", "--part", "broken", "--out", "out"]) == 1
+    said = capsys.readouterr()
+    assert "broken/fails: stopped by a signal after 0 s: repeat with --out to go on" in said.err
+    assert "it works (holds if true): fails stopped" in said.out
+
+
+@pytest.mark.process
+def test_output_is_in_the_log_while_a_command_runs(planted):
+    (planted / "benchmarks" / "fails.py").write_text(WATCHES_ITS_LOG)
+    main(["reproduce", "009", "--part", "broken", "--out", "out"])
+    assert read_json(planted / "out" / "short" / "broken" / "fails.json")["result"] == {"works": True}
+
+
+@pytest.mark.process
+def test_a_null_value_is_not_shown_with_the_reason_of_its_command(planted, capsys):
+    text = DOUBLE.replace('2 * n, "one"', 'None, "null_because": "it is too large", "one"')
+    (planted / "benchmarks" / "double.py").write_text(text)
+    assert main(["reproduce", "009", "--part", "twice", "--out", "out"]) == 0
+    out = capsys.readouterr().out
+    assert "the double is twice the number (published: 2; holds if 1.99 to 2.01): it is too large" in out
+    assert "here 20: it was large" in out  # a claim that has its value
+
+
+@pytest.mark.process
+def test_commands_find_images_under_a_relative_path(planted, monkeypatch):
+    text = 'import json, os\nprint(json.dumps({"works": os.path.isdir(os.environ["KASOKU_DATA"] + "/cifar10")}))\n'
+    (planted / "benchmarks" / "fails.py").write_text(text)
+    (planted / "images" / "cifar10").mkdir(parents=True)
+    monkeypatch.setenv("KASOKU_DATA", "images")
+    main(["reproduce", "009", "--part", "broken", "--out", "out"])
+    assert read_json(planted / "out" / "short" / "broken" / "fails.json")["result"] == {"works": True}
+
+
+@pytest.mark.process
+def test_the_page_has_what_kasoku_profile_found(planted):
+    profiled = ("kasoku profile digits_cnn_98 --steps 2 --set batch=16 --set device.kind=cpu --out {out}",)
+    (planted / "009.toml").write_text(PLANTED.replace("benchmarks/fails.py", *profiled).replace("fails.works", ""))
+    assert main(["reproduce", "009", "--part", "broken", "--out", "out"]) == 0
+    page = (planted / "out" / "report.html").read_text()
+    assert '<h2 id="run-0">broken/fails</h2>' in page
+    assert "Idle gaps" in page
 
 
 def test_a_profile_is_drawn_as_the_use_of_the_device_over_time():
@@ -168,21 +289,66 @@ def test_without_a_checkout_it_says_where_the_benchmarks_are(planted, capsys, mo
     assert "clone the repository" in capsys.readouterr().err
 
 
-def test_a_part_without_what_it_needs_is_not_shown(planted, capsys, monkeypatch):
+@pytest.mark.parametrize("set_to", [None, "", "images"])
+def test_a_part_without_the_images_it_needs_says_how_to_get_them(planted, capsys, monkeypatch, set_to):
     text = PLANTED.partition("[parts.commands.double]")
-    (planted / "009.toml").write_text(f'{text[0]}needs = ["data"]\n{text[1]}{text[2]}')
+    (planted / "009.toml").write_text(f'{text[0]}needs = ["data:fashion_mnist"]\n{text[1]}{text[2]}')
+    (planted / "images" / "cifar10").mkdir(parents=True)
     monkeypatch.delenv("KASOKU_DATA", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("KASOKU_DATA", set_to)
     assert main(["reproduce", "009", "--part", "twice"]) == 0
-    assert (
-        "NOT SHOWN HERE: the double is twice the number (published: 2): it needs real images" in capsys.readouterr().out
-    )
+    shown = "NOT SHOWN HERE: the double is twice the number (published: 2; holds if 1.99 to 2.01)"
+    remedy = "kasoku data fashion-mnist --to DIR; export KASOKU_DATA=DIR"
+    assert f"{shown}: it needs $KASOKU_DATA/fashion_mnist: {remedy}\n" in capsys.readouterr().out
 
 
-# ---- the five documents
+@pytest.mark.process
+def test_only_the_commands_that_lack_something_are_left_out(planted, capsys, monkeypatch):
+    other = '[parts.commands.other]\nneeds = ["cc"]\nlong_needs = []\nshort = "benchmarks/double.py 1"\n'
+    other += 'long = "benchmarks/double.py 1"\n\n[[parts.claims]]\nclaim = "so is one"\nvalue = "other.doubled"\n\n'
+    (planted / "009.toml").write_text(PLANTED.replace("[[parts.claims]]", other + "[[parts.claims]]", 1))
+    monkeypatch.setitem(reproduce.NEEDS, "cc", (lambda: False, "it needs a C compiler"))
+    assert main(["reproduce", "009", "--part", "twice"]) == 0
+    out = capsys.readouterr().out
+    assert "NOT SHOWN HERE: so is one: it needs a C compiler" in out
+    assert "\nHOLDS: the double is twice" in out
+    main(["reproduce", "009", "--part", "twice", "--long"])
+    assert "FIGURE ONLY: so is one: here 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lacks", ["ip", "tc", "taskset", "root"])
+def test_root_alone_is_not_enough_for_hosts(monkeypatch, tmp_path, lacks):
+    for program in {"ip", "tc", "taskset"} - {lacks}:
+        (tmp_path / program).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("os.geteuid", lambda: int(lacks == "root"))
+    assert not reproduce.NEEDS["root"][0]()
+    (tmp_path / lacks).touch(0o755)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert reproduce.NEEDS["root"][0]()
+
+
+# ---- the documents
 
 
 def parts() -> list[tuple[str, dict]]:
     return [(f"{name}-{part['name']}", part) for name in documents.DOCUMENTS for part in documents.read(name)["parts"]]
+
+
+def images_of(command: str) -> set[str]:
+    """The folders of KASOKU_DATA that a command names, or else that its recipe of a document reads."""
+    named = set(re.findall(r"(?:\$KASOKU_DATA/|kasoku\.data\.)([a-z]\w+)", command))
+    recipe = next((word for word in command.split() if word.startswith("documents/")), "")
+    if named or not recipe or command.startswith("kasoku simulate"):
+        return named
+    data = toml.read(RECIPES[recipe])["data"]
+    return {Path(data["root"]).name or data["use"].rpartition(".")[2]} if "root" in data else set()
+
+
+@pytest.mark.parametrize("name", documents.DOCUMENTS)
+def test_the_page_of_documents_has_a_section_for_each(name):
+    assert f"\n## [{name}] " in (ROOT / "docs" / "documents.md").read_text()
 
 
 @pytest.mark.parametrize("part", [pytest.param(part, id=name) for name, part in parts()])
@@ -192,9 +358,15 @@ def test_what_a_part_names_is_there(part):
     commands = part.get("commands", {})
     assert not commands or part["set"]
     for texts in commands.values():
-        assert texts
-        assert set(texts) <= {"short", "long", "full"}
-        for text in texts.values():
+        needs = {key: texts[key] for key in texts if key.endswith("needs")}
+        assert set(needs) <= {"needs", "full_needs"}
+        assert {need for each in needs.values() for need in each} <= set(reproduce.NEEDS)
+        lengths = {key: texts[key] for key in texts if key not in needs}
+        assert lengths
+        assert set(lengths) <= {"short", "long", "full"}
+        for length, text in lengths.items():
+            named = {*part.get("needs", []), *needs.get(f"{length}_needs", needs.get("needs", []))}
+            assert images_of(text) <= {need.removeprefix("data:") for need in named}, text
             verb, *rest = shlex.split(text)
             assert verb == "kasoku" or (ROOT / verb).is_file(), text
             assert all(word in RECIPES for word in rest if word.startswith("documents/")), text
@@ -204,6 +376,7 @@ def test_what_a_part_names_is_there(part):
         assert documents.value_of(value, {}) is None, value
         assert {key.partition(".")[0] for key in re.split(" [-/] ", value)} <= set(commands), value
     for claim in part["claims"]:
-        assert set(claim) <= {"claim", "published", "value", "unit", "holds", "why"}
+        assert set(claim) <= {"claim", "section", "published", "value", "unit", "holds", "why", "own"}
+        assert claim.get("own", True) is True, claim
         assert "value" in claim or "why" in claim, claim  # what is not shown has a reason
         assert re.fullmatch(r"(<=?|>=?) -?[\d.]+|-?[\d.]+ to -?[\d.]+|true|false|", claim.get("holds", "")), claim

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kasoku.commands.options import AllowArguments, CommandArguments, OptionalRecipe, RecipeArguments, argument, option
+from kasoku.config.shipped import DOCUMENTS
 
 if TYPE_CHECKING:
     from kasoku.config.recipe import Recipe
@@ -150,12 +151,13 @@ class PlanArguments(OptionalRecipe):
 class ReproduceArguments(CommandArguments):
     """The arguments of `kasoku reproduce`."""
 
-    document: str = argument(metavar="DOCUMENT", help="000, 001, 002, 003 or 004")
+    document: str = argument(metavar="DOCUMENT", help=", ".join(DOCUMENTS))
     part: tuple[str, ...] = option(default=(), metavar="NAME", help="only this experiment")
+    list: bool = option(default=False, help="only list the experiments")
     long: bool = option(default=False, help="hours, not minutes: the sizes of the recorded results")
-    full: bool = option(default=False, help="the published sizes, for who has the hardware")
+    full: bool = option(default=False, help="the published sizes, where there are some; needs the published hardware")
     record: bool = option(default=False, help="with --long: keep the results in records/documents")
-    out: Path | None = option(metavar="DIR", help="the folder; if it holds results, that goes on (default: a new one)")
+    out: Path | None = option(metavar="DIR", help="the folder; results in it are kept (default: a new one)")
     if_interrupted: ClassVar[str] = "what finished stays, and the same command with --out goes on there"
 
 

@@ -3,20 +3,17 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kasoku.commands.arguments import ReportArguments
-from kasoku.config import toml
 from kasoku.config.recipe import flat_settings
 from kasoku.core import InputError
-from kasoku.core.files import check_regular, is_number, read_json, write_text
-from kasoku.report.html import RunRecord
+from kasoku.core.files import write_text
+from kasoku.report.html import RunRecord, read_run, read_table
 from kasoku.report.significance import compare
 from kasoku.training.run_folder import ENSEMBLE, members_of
 
-_PARTS = ("ledger", "timeline", "tuning", "profile", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
 
 Group = tuple[str, Sequence[RunRecord]]  # a name, and runs of one recipe
@@ -27,7 +24,7 @@ def run(arguments: ReportArguments) -> int:
     words = arguments.words
     after = len(words) - words.index("--") - 1 if "--" in words else 0  # the number of runs behind it
     expanded = [members_of(path) or [path] for path in arguments.runs]
-    ensembles = {str(path): _json(path / ENSEMBLE, []) for path in arguments.runs if members_of(path)}
+    ensembles = {str(path): read_table(path / ENSEMBLE, []) for path in arguments.runs if members_of(path)}
     paths = [path for members in expanded for path in members]
     runs = read(paths)
     split = sum(map(len, expanded[:-after])) if after else 0
@@ -49,52 +46,7 @@ def read(paths: Sequence[Path]) -> list[RunRecord]:
     """The runs of these folders. Raises InputError for a folder without a run."""
     names = [path.resolve().name for path in paths]
     unique = len(set(names)) == len(names)
-    return [_read(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
-
-
-def _read(path: Path, name: str) -> RunRecord:
-    damaged: list[str] = []
-    is_run = (path / "recipe.toml").is_file()
-    if not is_run and not any((path / name).is_file() for name in ("tuning.json", "profile.json")):
-        wanted = "the folder of a training, of kasoku tune or of kasoku profile is wanted"
-        raise InputError(f"{path}: no run there (no recipe.toml): {wanted}")
-    check_regular(path)
-    recipe = toml.read(path / "recipe.toml") if is_run else {}
-    parts = {part: _json(path / f"{part}.json", damaged) for part in _PARTS}
-    environment = _json(path / "environment.json", damaged)
-    machine = environment.get("machine")
-    machine = machine if isinstance(machine, dict) else {}
-    machine |= {key: environment[key] for key in ("chosen", "command") if isinstance(environment.get(key), list | str)}
-    return RunRecord(
-        name,
-        recipe,
-        result=_json(path / "result.json", damaged),
-        metrics=_metrics(path / "metrics.jsonl"),
-        parts={part: document for part, document in parts.items() if document},
-        buckets=str(_json(path / "buckets.json", damaged).get("text", "")),
-        machine=machine,
-        damaged=damaged,
-    )
-
-
-def _json(file: Path, damaged: list[str]) -> dict[str, Any]:
-    """The table of a file; empty if there is none, or if it is damaged, which is noted."""
-    try:
-        return read_json(file)
-    except InputError as error:
-        damaged.append(str(error).removeprefix(f"{file.parent}/"))
-        return {}
-
-
-def _metrics(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of the file."""
-    lines = []
-    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
-        with suppress(ValueError, RecursionError):  # half written, or damaged
-            values = json.loads(line)
-            if isinstance(values, dict) and all(is_number(values.get(key)) for key in ("step", "epoch", "time_s")):
-                lines.append(values)
-    return lines
+    return [read_run(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
 
 
 # ---- groups of runs

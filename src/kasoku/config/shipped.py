@@ -1,4 +1,4 @@
-"""The recipes that come with kasoku. A name stands for one, wherever a recipe file is wanted."""
+"""The recipes and the documents that come with kasoku. A name stands for a recipe, wherever a file is wanted."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ RECIPES = {  # by name, those of the documents as documents/000_NAME; documents/
     for file in sorted(_FOLDER.rglob("*.toml"))
     if not file.stem.isdigit()
 }
+DOCUMENTS = {file.stem: file for file in sorted(_FOLDER.glob("documents/*.toml")) if file.stem.isdigit()}
 
 
 def locate(name: str | Path) -> Path:

@@ -1,26 +1,29 @@
-"""What the five documents claim, held against results: recipes/documents/NNN.toml read as rows and figures.
+"""Holds the claims of the documents against results: reads recipes/documents/NNN.toml as rows and figures.
 
 A part of a document has commands, claims and figures. A claim names a value in the results of its part's commands, as
-"COMMAND.KEY", a ratio or a difference of two ("a.x / b.x", "a.x - b.x"), and what the document says of it.
+"COMMAND.KEY", a ratio or a difference of two ("a.x / b.x", "a.x - b.x"), and what the document says of it; `own` marks
+a claim of kasoku's. `needs` are those of commands/reproduce.py; `null_because` of a result: why its values are null.
 """
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kasoku.config import toml
+from kasoku.config import shipped, toml
 from kasoku.core import InputError
 from kasoku.core.files import read_json
 from kasoku.report.html import Panel
 
-FOLDER = Path(__file__).parents[1] / "recipes" / "documents"
-DOCUMENTS = {file.stem: file for file in sorted(FOLDER.glob("*.toml")) if file.stem.isdigit()}
+DOCUMENTS = shipped.DOCUMENTS
 CHECKOUT = Path(__file__).parents[3]
 IN_CHECKOUT = (CHECKOUT / "benchmarks" / "common.py").is_file()  # not in an installed package
 VERDICTS = HOLDS, FAILS, NOT_SHOWN, PRINTED = "holds", "does not hold", "not shown here", "figure only"
+LEGEND = f"{PRINTED}: printed, no bound; {NOT_SHOWN}: nothing was measured, the last column says why"
+OURS = "ours"  # stands for the published value of a claim of kasoku's own
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _VALUE = re.compile(r"(\S+)(?: ([-/]) (\S+))?")
 _GAP_S = 1e-6  # times are rounded to less
@@ -28,20 +31,29 @@ _HERE, _RECORDED = "here", "recorded"
 
 Document = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Any]]  # by part and command; a command that did not run is not there
+Lacks = Mapping[tuple[str, str], str]  # by part and command: why it did not run
 
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A claim of a document, and what was found; all as text. `command` repeats its part."""
+    """A claim of a document, or one of kasoku's own, and what was found; all as text. `command` repeats its part."""
 
     section: str
     claim: str
     published: str
+    holds_if: str
     here: str
+    verdict_here: str
     recorded: str
-    verdict: str
-    why: str
+    verdict_recorded: str
     command: str
+    why: str
+    own: bool
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on this run's value, or on the recorded one where this run has none."""
+        return self.verdict_here if self.here else self.verdict_recorded
 
 
 def read(name: str) -> Document:
@@ -61,32 +73,39 @@ def recorded(name: str) -> dict[str, dict[str, Any]]:
     return {part: {command: run["result"] for command, run in each.items()} for part, each in runs.items()}
 
 
-def rows(name: str, document: Document, here: Results, long: Results, lacks: Mapping[str, str]) -> list[ClaimRow]:
-    """The claims of a document in its order. The verdict is that of the long results where there are some.
-
-    `lacks`: by part, why it did not run.
-    """
+def rows(name: str, document: Document, here: Results, long: Results, lacks: Lacks) -> list[ClaimRow]:
+    """The claims of a document in its order, held against this run (`here`) and against the recorded results."""
     found = []
     for part in document["parts"]:
-        name_of_part, lack = part["name"], lacks.get(part["name"], "")
         for claim in part.get("claims", ()):
-            value = claim.get("value", "")
-            short, hours = (value_of(value, results.get(name_of_part, {})) for results in (here, long))
-            verdict = _verdict(short if hours is None else hours, claim.get("holds", ""))
-            reasons = [lack if value and not verdict else "", claim.get("why", "")]
+            title, value, own = part["name"], claim.get("value", ""), claim.get("own", False)
+            unit, holds = claim.get("unit", ""), claim.get("holds", "")
+            now, hours = (value_of(value, results.get(title, {})) for results in (here, long))
+            commands = [] if now is not None else [key.partition(".")[0] for key in value.split()[::2]]
+            nulls = {command: result.get("null_because") for command, result in here.get(title, {}).items()}
+            reasons = [*(lacks.get((title, each)) or nulls.get(each) for each in commands), claim.get("why")]
             found.append(
                 ClaimRow(
-                    section=part["section"],
+                    section=claim.get("section", part["section"]),
                     claim=claim["claim"],
-                    published=claim.get("published", ""),
-                    here=_text(short, claim.get("unit", "")),
-                    recorded=_text(hours, claim.get("unit", "")),
-                    verdict=verdict or NOT_SHOWN,
-                    why="; ".join(filter(None, reasons)),
-                    command=f"kasoku reproduce {name} --part {name_of_part}" if value else "",
+                    published=claim.get("published") or OURS * own,
+                    holds_if=holds,
+                    here=_text(now, unit),
+                    verdict_here=_verdict(now, holds),
+                    recorded=_text(hours, unit),
+                    verdict_recorded=_verdict(hours, holds),
+                    command=f"kasoku reproduce {name} --part {title}" if value else "",
+                    why="; ".join(dict.fromkeys(filter(None, reasons))),
+                    own=own,
                 )
             )
     return found
+
+
+def counts(found: Sequence[ClaimRow]) -> str:
+    """How many claims have each verdict; kasoku's own are counted apart."""
+    sides = [Counter(row.verdict for row in found if row.own is own) for own in (False, True)]
+    return f"; {OURS}: ".join(", ".join(f"{side[verdict]} {verdict}" for verdict in VERDICTS) for side in sides if side)
 
 
 def panels(document: Document, here: Results, long: Results) -> list[tuple[str, Panel, str, bool]]:
@@ -161,7 +180,7 @@ def _look_up(key: str, results: Mapping[str, Any]) -> Any:
 
 def _verdict(value: Any, holds: str) -> str:
     if value is None:
-        return ""
+        return NOT_SHOWN
     if not holds:
         return PRINTED
     if holds in ("true", "false"):

@@ -1,8 +1,17 @@
-"""The contents of a page: the record of a run, and line charts. Nothing here needs plotly or jinja2."""
+"""The contents of a page: the record of a run, read from its folder, and line charts. It needs no plotly or jinja2."""
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from kasoku.config import toml
+from kasoku.core import InputError
+from kasoku.core.files import check_regular, is_number, read_json
+
+_PARTS = ("ledger", "timeline", "tuning", "profile", "classes")
 
 
 @dataclass(frozen=True)
@@ -61,3 +70,49 @@ class Panel:
     lines: Mapping[str, Sequence[tuple[float, float]]]
     log: bool = False
     markers: bool = False
+
+
+def read_run(path: Path, name: str) -> RunRecord:
+    """The run of a folder, under a name. Raises InputError for a folder without one."""
+    damaged: list[str] = []
+    is_run = (path / "recipe.toml").is_file()
+    if not is_run and not any((path / name).is_file() for name in ("tuning.json", "profile.json")):
+        wanted = "the folder of a training, of kasoku tune or of kasoku profile is wanted"
+        raise InputError(f"{path}: no run there (no recipe.toml): {wanted}")
+    check_regular(path)
+    recipe = toml.read(path / "recipe.toml") if is_run else {}
+    parts = {part: read_table(path / f"{part}.json", damaged) for part in _PARTS}
+    environment = read_table(path / "environment.json", damaged)
+    machine = environment.get("machine")
+    machine = machine if isinstance(machine, dict) else {}
+    machine |= {key: environment[key] for key in ("chosen", "command") if isinstance(environment.get(key), list | str)}
+    return RunRecord(
+        name,
+        recipe,
+        result=read_table(path / "result.json", damaged),
+        metrics=_metrics(path / "metrics.jsonl"),
+        parts={part: document for part, document in parts.items() if document},
+        buckets=str(read_table(path / "buckets.json", damaged).get("text", "")),
+        machine=machine,
+        damaged=damaged,
+    )
+
+
+def read_table(file: Path, damaged: list[str]) -> dict[str, Any]:
+    """The table of a file; empty if there is none, or if it is damaged, which is noted."""
+    try:
+        return read_json(file)
+    except InputError as error:
+        damaged.append(str(error).removeprefix(f"{file.parent}/"))
+        return {}
+
+
+def _metrics(file: Path) -> list[dict[str, Any]]:
+    """The complete lines of the file."""
+    lines = []
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
+        with suppress(ValueError, RecursionError):  # half written, or damaged
+            values = json.loads(line)
+            if isinstance(values, dict) and all(is_number(values.get(key)) for key in ("step", "epoch", "time_s")):
+                lines.append(values)
+    return lines

@@ -20,7 +20,7 @@ except ImportError as error:
     raise InputError('the page needs jinja2: pip install "jinja2>=3.1"') from error
 
 _MAX_PAIRS = 10  # of true and predicted class, in the table of mistakes
-_EMPTY: dict[str, Any] = {"colours": [], "comparisons": [], "summary": None, "shared": None, "runs": []}
+_EMPTY: dict[str, Any] = {"colours": COLOURS, "comparisons": [], "summary": None, "shared": None, "runs": []}
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 
 
@@ -44,12 +44,12 @@ def page(
         summaries.append(dict.fromkeys(summaries[0], "-") | {"run": f"{name} (ensemble)"} | own)
     return render(
         title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
-        colours=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
         comparisons=comparisons,
         summary=(list(summaries[0]), [list(row.values()) for row in summaries]) if summaries else None,
         curves=figures.curves(runs),
         shared=figures.ledgers(bars) if len(bars) > 1 else None,
-        runs=[_view(run) for run in runs],
+        runs=[view(run) for run in runs],
+        named=len(runs) > 1 or not summaries,
     )
 
 
@@ -109,7 +109,7 @@ def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
 # ---- one run
 
 
-def _view(run: RunRecord) -> dict[str, Any]:
+def view(run: RunRecord) -> dict[str, Any]:
     """The section of one run, as the template takes it; `parts` by the name of their file."""
     gpus = run.machine.get("gpus")
     gpu = f"{len(gpus)} x {gpus[0]}" if isinstance(gpus, list) and gpus else ""
