@@ -204,6 +204,7 @@ def test_what_a_part_names_is_there(part):
         assert documents.value_of(value, {}) is None, value
         assert {key.partition(".")[0] for key in re.split(" [-/] ", value)} <= set(commands), value
     for claim in part["claims"]:
-        assert set(claim) <= {"claim", "published", "value", "unit", "holds", "why"}
+        assert set(claim) <= {"claim", "section", "published", "value", "unit", "holds", "why", "own"}
+        assert claim.get("own", True) is True, claim
         assert "value" in claim or "why" in claim, claim  # what is not shown has a reason
         assert re.fullmatch(r"(<=?|>=?) -?[\d.]+|-?[\d.]+ to -?[\d.]+|true|false|", claim.get("holds", "")), claim
