@@ -14,11 +14,13 @@ Medians over the rounds; with two or more rounds also bars of a standard deviati
 Keys: `sweep` with lines over the batch: ms_by_batch (of an image), use_by_batch and wait_by_batch (percent of the
 device used, and of the step spent waiting for images), correlation (of the first two), time_settles (the smallest size
 within 5 % of the least time), use_settles (within 1 point of the most use); and for each strategy (usage, epoch_time,
-throughput, target): batch, loops, seconds, converged (in the share of rounds), over_best, over_sweep_time, use_start,
-use_end (percent), gain (percent by which an epoch is shorter than at the first size), cliff (the least ratio of the
-times of an image in two loops that follow each other), settled (share of the size found at which the gain was within 5
-points of the last), use_sd (points), and lines {use,gain}_by_{loop,batch}. `unchanged`: whether the model has the bits
-that it had before.
+throughput, target): batch, seconds, in_time (share of rounds that its budget did not end), over_best, over_sweep_time,
+use_start (percent), gain (percent by which an epoch is shorter than at the first size), cliff (the least ratio of the
+times of an image in two loops that follow each other, the second with at most 15 % more images), use_sd (points);
+converged (share of rounds that its own test of convergence ended: usage and epoch_time have one), and of these rounds
+alone loops, converged_batch, converged_over_best, use_end (percent) and settled (share of the size found at which the
+gain was within 5 points of the last); and lines {use,gain}_by_{loop,batch}.
+`unchanged`: whether the model has the bits that it had before.
 On a CPU its threads sleep where they wait for each other (OMP_WAIT_POLICY): the time in which they would spin counts as
 use, and every size would use all of the device.
 Result: records/documents/002.json. Why it matters: [002] asked which of its two strategies finds the fastest batch.
@@ -63,6 +65,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "target": TimeToTarget,
 }
 NEAR, FULL = 5.0, 1.0  # percent of the least time, and points of the most use, at which a curve has settled
+SMALL = 1.15  # growth of the batch across a cliff, at most: that of [002] is 96 to 106
 ENDLESS_S = 1e9
 Points = list[list[float]]
 
@@ -118,9 +121,18 @@ class Search:
         return 100 * (1 - self.loops[0].images_per_s / sample.images_per_s)
 
     @property
-    def cliff(self) -> float:
-        times = [1 / s.images_per_s for s in self.loops]
-        return min((after / before for before, after in itertools.pairwise(times)), default=1.0)
+    def converged(self) -> bool:
+        """Whether its own test ended it, and neither its time nor a limit of the batch."""
+        return "converged in" in self.result.why
+
+    @property
+    def cliffs(self) -> list[float]:
+        """The time of an image over that of the loop before, where the batch grew a little."""
+        return [
+            before.images_per_s / after.images_per_s
+            for before, after in itertools.pairwise(self.loops)
+            if before.batch < after.batch <= SMALL * before.batch
+        ]
 
     @property
     def settled(self) -> float:
@@ -236,8 +248,11 @@ def of_strategy(name: str, rounds: Sequence[Round]) -> dict[str, object]:
     """What a strategy found, in the median round."""
     searches = [r.searches[name] for r in rounds]
 
-    def middle(values: Iterable[float]) -> float:
-        return round(statistics.median(values), 4)
+    converged = [each for each in searches if each.converged]
+
+    def middle(values: Iterable[float]) -> float | None:
+        found = [*values]
+        return round(statistics.median(found), 4) if found else None
 
     use_by_loop = [(i, 100 * s.utilisation) for each in searches for i, s in enumerate(each.loops)]
     use_by_batch = [(s.batch, 100 * s.utilisation) for each in searches for s in each.loops]
@@ -254,18 +269,21 @@ def of_strategy(name: str, rounds: Sequence[Round]) -> dict[str, object]:
     return figures | {
         "batch": statistics.median_low(each.result.batch for each in searches),
         "batches": [each.result.batch for each in searches],
-        "loops": middle(len(each.loops) - 1 for each in searches),
         "seconds": middle(each.result.spent_s for each in searches),
-        "converged": statistics.fmean(each.result.in_time for each in searches),
+        "in_time": statistics.fmean(each.result.in_time for each in searches),
+        "converged": len(converged) / len(searches),
+        "converged_batch": statistics.median_low(each.result.batch for each in converged) if converged else None,
+        "loops": middle(len(each.loops) - 1 for each in converged),
         "why": searches[0].result.why,
         "over_best": middle(r.over_best[name] for r in rounds),
+        "converged_over_best": middle(r.over_best[name] for r in rounds if r.searches[name].converged),
         "over_sweep_time": middle(r.searches[name].result.spent_s / r.sweep_s for r in rounds),
         "use_start": middle(100 * each.loops[0].utilisation for each in searches),
-        "use_end": middle(100 * each.end.utilisation for each in searches),
-        "use_sd": middle(several) if several and n > 1 else None,
+        "use_end": middle(100 * each.end.utilisation for each in converged),
+        "use_sd": middle(several if n > 1 else []),
         "gain": middle(each.gain(each.end) for each in searches),
-        "cliff": middle(each.cliff for each in searches),
-        "settled": middle(each.settled for each in searches),
+        "cliff": middle(min(each.cliffs) for each in searches if each.cliffs),
+        "settled": middle(each.settled for each in converged),
     }
 
 

@@ -8,7 +8,8 @@ an epoch, as [000]'s 81,920 makes 16; the largest makes 4.
 Equal tuning: all rates of a rule are those below at batch 4,096, times the root of batch / 4,096, times the one of
 FACTORS that is best on 10,000 held-out training images (seed 0). Weight decay and momentum are fixed.
 --short: 12,288 images and batches of 256 to 1,536, so that 768 makes 16 updates an epoch, the factor 1.
-of_smallest: top-1 at the largest batch of at least 15 updates an epoch, over that of the smallest batch.
+error_over_smallest: errors (1 - top-1) at the largest batch of at least 15 updates an epoch, over those at the smallest
+batch.
 Why it matters: a batch spread over thousands of devices must not cost accuracy.
 """
 
@@ -85,7 +86,7 @@ def figures(
         result[rule] = {
             "accuracy_by_batch": [[batch, round(mean[batch], 4)] for batch in form.batches],
             "at_few_updates": round(mean[form.few], 4),
-            "of_smallest": round(mean[form.few] / mean[form.batches[0]], 4),
+            "error_over_smallest": round((1 - mean[form.few]) / max(1e-4, 1 - mean[form.batches[0]]), 4),
             "factors": [factors[rule, batch] for batch in form.batches],
             "top1": [top1[rule, batch] for batch in form.batches],
         }

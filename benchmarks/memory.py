@@ -9,8 +9,9 @@ take more than the limit, batch and budget are lowered by as much and measured a
 (malloc_live.c, built with cc) at most over a step, less the interpreter and its libraries before the network is made;
 on CUDA they are max_memory_allocated. Time ratios are of seconds per image: our step at its large batch over that of
 plain PyTorch at --batch, in pairs that follow one another in one process (median, least and most of the pairs): --pairs
-of them, or fewer where the whole would last longer than --seconds. bf16 is held against plain PyTorch in bf16. A case
-that cannot be measured is null, with the reason in `failed`; the others go on.
+of them, or fewer where the whole would last longer than --seconds. ..._peak_ratio: the peak of our step at --batch, by
+the plan of the large batch, over that of plain PyTorch. bf16 is held against plain PyTorch in bf16. A case that cannot
+be measured is null, with the reason in `failed`; the others go on.
 
 Peers: torch.utils.checkpoint around every block (stages of VGG-16), and torch.compile's activation_memory_budget at
 BUDGET; their batch follows from the peaks at --batch and at half of it, as a straight line; their time is that at
@@ -143,6 +144,7 @@ class Asker:
         return {
             f"{case.name}_batch_ratio": round(told["batch"] / start, 3),
             f"{case.name}_batch_bound": case.batch_bound,
+            f"{case.name}_peak_ratio": round(told["peak_at_plain"] / limit, 4),
             f"{case.name}_time_ratio": told["ratios"]["median"],
             f"{case.name}_time_ratio_spread": told["ratios"],
             f"{case.name}_time_bound": case.time_bound,
@@ -198,7 +200,7 @@ def main() -> int:
                 found = question()
             except UnansweredError as error:
                 failed[name] = str(error)
-                found = {f"{name}_batch_ratio": None, f"{name}_time_ratio": None}
+                found = {f"{name}_{ratio}_ratio": None for ratio in ("batch", "time", "peak")}
             figures |= found
             print(json.dumps(found), flush=True)
     ratios = [value for key, value in figures.items() if key.endswith("predicted_over_measured_peak")]

@@ -6,6 +6,7 @@
 backward (`Graded`, from the code of the team's MLPerf v0.6 entry), both hierarchical and in 16 bits; and the training
 of Table 2: 90 epochs of 16 updates, 40 images a GPU. Seconds on one core; docs/simulated.py draws the same curves.
 groups_over_one_least: images/s with groups over those without, the least over all batches; ..._at_16, ..._at_40.
+first_group_over_largest: tensors in the first group, nearest the output, over those in the largest one.
 images_per_s_over_published, training_s_over_published: over 1.73 million and 74.7 s.
 
 Note: the extra time of the first epoch, the set-up and the evaluations of a training are not predictions: they are in
@@ -69,6 +70,7 @@ def main() -> None:
     gain = {n: b.images_per_s / a.images_per_s for n, a, b in zip(SHARES, one, groups, strict=True)}
     published = groups[SHARES.index(IMAGES)]
     megabytes = [size / 1e6 for size in published.inputs.sizes()]
+    tensors = [len(group) for group in published.inputs.plan.buckets]
 
     def million(simulated: Sequence[SimulatedStep]) -> list[tuple[int, float]]:
         return [(step.images // GPUS, step.images_per_s / 1e6) for step in simulated]
@@ -79,7 +81,8 @@ def main() -> None:
         "groups_over_one_at_40": gain[40],
         "group_mb": megabytes,
         "smallest_group_mb": min(megabytes),
-        "first_group_over_largest": megabytes[0] / max(megabytes),
+        "group_tensors": tensors,
+        "first_group_over_largest": tensors[0] / max(tensors),
         "images_per_s": published.images_per_s,
         "images_per_s_over_published": published.images_per_s / IMAGES_PER_S,
         "training_s": training_s(published),

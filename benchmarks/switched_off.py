@@ -1,10 +1,11 @@
-"""What are label smoothing and right BatchNorm averages worth at few updates?
+"""What are warm-up, label smoothing and right BatchNorm averages worth at few updates?
 
     python benchmarks/switched_off.py [--short]
 
-[000] 4.1.1. Fashion-MNIST by recipes/documents/000_few_updates.toml (LARS, batch 4,096, 15 updates an epoch, 16
-virtual ranks), with one setting switched off at a time, in points of top-1 of the test images, the mean over seeds
-(positive: it helps):
+[000] 4.1.1 and 4.1.2. Fashion-MNIST by recipes/documents/000_few_updates.toml (LARS, batch 4,096, 15 updates an
+epoch, 16 virtual ranks), with one setting switched off at a time, in points of top-1 of the test images, the mean over
+seeds (positive: it helps):
+warmup_points: a warm-up of the learning rate against none, at the same rate; a training that diverges counts 0.
 smoothing_points: label smoothing 0.1 against none.
 averages_points: running statistics over 0.1 epochs (`norm_average`) against BatchNorm's usual momentum, both without
 Recalibrate.
@@ -23,7 +24,12 @@ from common import finish
 from trainings import DOCUMENTS, Trained, data_folder, options, points, train_all
 
 RECIPE = DOCUMENTS / "000_few_updates.toml"
-SIDES = {"all": [], "without_smoothing": ["loss.smoothing=0"], "without_averages": ["norm_average=0"]}
+SIDES = {
+    "all": [],
+    "without_warmup": ["schedule.warmup=0"],
+    "without_smoothing": ["loss.smoothing=0"],
+    "without_averages": ["norm_average=0"],
+}
 SHORT_IMAGES = 12_288
 SHORT = ["batch=768", "epochs=10", "evaluate.every=2"]
 TURN = 0.7  # of the training: before the fall of the rate
@@ -40,13 +46,14 @@ def figures(trained: Mapping[str, Sequence[Trained]]) -> dict[str, Any]:
     """What the JSON line has, from the trainings by side, one a seed."""
 
     def of(side: str, name: str) -> list[float]:
-        return [run.over_epochs(name)[-1][1] for run in trained[side]]
+        return [run.over_epochs(name)[-1][1] if run.metrics else 0.0 for run in trained[side]]
 
     def halfway(side: str, name: str) -> list[float]:
         return [midway(run, name) for run in trained[side]]
 
     fresh, stale, without = "test_top1", "test_stale_top1", "without_averages"
     differences = {
+        "warmup": points(of("all", fresh), of("without_warmup", fresh)),
         "smoothing": points(of("all", fresh), of("without_smoothing", fresh)),
         "averages": points(of("all", stale), of(without, stale)),
         "recalibration": points(of("all", fresh), of("all", stale)),

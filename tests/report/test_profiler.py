@@ -233,6 +233,7 @@ def test_two_ranks_are_profiled_together_and_the_slowest_is_named(tmp_path: Path
     first, second = profiles[0]["ranks"]
     assert first["wait_s"] > 0.03 > second["wait_s"], "rank 0 waits for rank 1's nap"
     assert second["compute_s"] > first["compute_s"] + 0.03
+    assert second["compute_s"] == pytest.approx(sum(second[f"{row}_s"] for row in ("forward", "backward", "update")))
     assert first["idle"] > 0.5
     assert len(json.loads((out / "ledger.json").read_text())["ranks"]) == 2
     pytest.importorskip("plotly")

@@ -106,6 +106,7 @@ def _by_rank(profiles: Sequence[tuple[StepProfile, Mapping[str, float], StepFact
             "rank": rank,
             "step_s": sum(step.values()),
             "compute_s": sum(step[row] for row in ("forward", "backward", "update")),
+            **{f"{row}_s": step[row] for row in ("forward", "backward", "update")},
             "input_s": step["input"],
             "wait_s": step["exposed"],
             "idle": statistics.fmean(each.idle_s / max(each.step_s, 1e-9) for each in profile.iterations),

@@ -82,7 +82,7 @@ class Graded(Policy):
 
     Saves: the first bucket is under way early, and the many small tensors near the input pay one latency.
     Costs: the buckets near the input, which the next forward needs first, are large and arrive last.
-    Ref: [000] 4.3 (at least 1 MB) and its MLPerf v0.6 entry: the cubic form gives 3, 21, 57, 80 tensors of ResNet-50.
+    Ref: [000] 4.4 (at least 1 MB) and its MLPerf v0.6 entry: the cubic form gives 3, 21, 57, 80 tensors of ResNet-50.
     """
 
     first: int = 3
