@@ -30,8 +30,10 @@ WITHOUT_RECORD = {"bits": "its figure is the comparison of two checkouts, which 
         "batch_patterns",
         "ensemble",
         "ladder",
+        "ring",
+        "application",
     ),
-    "its figures are claims of a document, and stand in records/documents",
+    "its figures are claims of a document, which `kasoku reproduce` records",
 )
 LINES = [line for area in records.AREAS for line in records.newest(records.read(area))]
 

@@ -17,6 +17,7 @@ from kasoku.report import documents
 from kasoku.tune.search_space import read_space
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FOLDER = BENCHMARKS.parent / "recipes" / "documents"
 sys.path.append(str(BENCHMARKS))
 
 
@@ -27,14 +28,14 @@ def program(monkeypatch):
     return importlib.reload(importlib.import_module("application_program"))
 
 
-@pytest.mark.parametrize("path", sorted(documents.FOLDER.glob("004_*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("004_*.toml")), ids=lambda path: path.stem)
 def test_a_recipe_of_the_document_written_back_is_equal(path):
     recipe = recipes.load(path)
     assert recipes.from_document(tomllib.loads(recipes.dumps(recipe))) == recipe
 
 
 def test_the_rate_grows_with_the_batch_unless_it_is_told_not_to():
-    path = documents.FOLDER / "004_scaling.toml"
+    path = FOLDER / "004_scaling.toml"
     assert recipes.load(path).rate_scale == 1
     assert recipes.load(path, ["batch=4096"]).rate_scale == 16
     assert recipes.load(path, ["batch=4096", "reference_batch=0"]).rate_scale == 1
@@ -45,7 +46,7 @@ def test_the_search_chooses_among_settings_of_its_recipe():
     assert len(space) == 4
     for path, values in space.items():
         for value in values.examples:
-            recipes.load(documents.FOLDER / "004_search.toml", [f"{path}={value}"])
+            recipes.load(FOLDER / "004_search.toml", [f"{path}={value}"])
 
 
 @pytest.mark.parametrize("size", [(224, 224), (500, 375), (90, 301), (40, 61)])

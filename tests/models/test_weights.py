@@ -61,14 +61,6 @@ def test_another_number_of_classes_keeps_a_fresh_head_and_says_so(tmp_path):
     assert torch.equal(model.fc.weight, fresh["weight"])
 
 
-def test_strict_head_refuses_another_number_of_classes(tmp_path, state):
-    model = net(3)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InputError, match=re.escape("head.weight (10x8, the model has 3x8)")):
-        models.load(model, save(state, tmp_path / "w.pth"), head="strict")
-    assert same(model, before)
-
-
 def test_a_model_on_the_meta_device_is_compared_without_a_warning(tmp_path, state, recwarn):
     path = save(state, tmp_path / "w.pth")
     with torch.device("meta"):
@@ -137,11 +129,6 @@ def test_code_in_a_pickle_is_refused_and_does_not_run(tmp_path, state, writer):
     with pytest.raises(InputError, match="cannot be read as weights"):
         models.load(net(), path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_unknown_head_option_is_refused(tmp_path):
-    with pytest.raises(InputError, match="head='keep': one of replace, strict"):
-        models.load(net(), tmp_path / "w.pth", head="keep")
 
 
 @pytest.mark.parametrize(

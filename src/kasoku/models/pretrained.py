@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique, summary
 from kasoku.core.files import checked_file
-from kasoku.models.check import check_option
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints keep the weights
 PREFIXES = ("module.", "_orig_mod.")  # that DistributedDataParallel and torch.compile put before names
@@ -51,18 +50,17 @@ class Pretrained(Technique, stage=Stage.MODEL, in_sandbox=False):
         job.on_close(lambda: [p.requires_grad_() for p in trained])
 
 
-def load(model: nn.Module, path: str | Path, *, head: str = "replace") -> list[str]:
+def load(model: nn.Module, path: str | Path) -> list[str]:
     """Copy the weights of a file into the model; return the names of the weights that were not loaded.
 
-    With head="replace", the model's last linear layer keeps its initial values if the file has another number of
-    classes; with head="strict" that is an error. A torch file is read with weights_only, so none of its code runs.
-    BatchNorm's num_batches_tracked may be missing. A model on the meta device is compared, and nothing is copied.
+    The model's last linear layer keeps its initial values if the file has another number of classes. A torch file is
+    read with weights_only, so none of its code runs. BatchNorm's num_batches_tracked may be missing. A model on the
+    meta device is compared, and nothing is copied.
 
     Raises:
         InputError: the file is missing, damaged, of another model, or has more than tensors. The model is unchanged.
     """
-    check_option("head", head, ("replace", "strict"))
-    return fill(model, read(path), path, head=head)
+    return fill(model, read(path), path)
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
@@ -93,16 +91,15 @@ def read(path: str | Path) -> dict[str, Tensor]:
     return state
 
 
-def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: str = "replace") -> list[str]:
+def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> list[str]:
     """Copy a state_dict from `read` into the model, as `load` does; messages name `path`."""
     own = model.state_dict()
-    fresh: list[str] = []
-    if head == "replace":  # leave out the last linear layer if it differs only in the number of classes
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        names = [name for name in own if linear and name.rpartition(".")[0] == linear[-1]]
-        pairs = [(own[name].shape, state[name].shape) for name in names if name in state]
-        if len(pairs) == len(names) and all(a[0] != b[0] and a[1:] == b[1:] for a, b in pairs):
-            fresh = names
+    # leave out the last linear layer if it differs only in the number of classes
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name in own if linear and name.rpartition(".")[0] == linear[-1]]
+    pairs = [(own[name].shape, state[name].shape) for name in names if name in state]
+    of_classes = len(pairs) == len(names) and all(a[0] != b[0] and a[1:] == b[1:] for a, b in pairs)
+    fresh = names if of_classes else []
     state = {name: tensor for name, tensor in state.items() if name not in fresh}
     missing = [n for n in own if n not in state and n not in fresh and not n.endswith("num_batches_tracked")]
     unexpected = [name for name in state if name not in own]
