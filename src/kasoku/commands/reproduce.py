@@ -66,7 +66,7 @@ def run(arguments: ReproduceArguments) -> int:
     length = "full" if arguments.full else "long" if arguments.long else "short"
     here: dict[str, dict[str, Any]] = {part["name"]: {} for part in document["parts"]}
     lacks: dict[tuple[str, str], str] = {}
-    runs = []
+    runs, failed = [], False
     if images := os.environ.get("KASOKU_DATA"):  # commands run in folders of their own
         os.environ["KASOKU_DATA"] = str(Path(images).expanduser().absolute())
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +82,7 @@ def run(arguments: ReproduceArguments) -> int:
                 done = _outcome(place, texts[length])
                 documents.check_values(part, {key: done["result"]})
             except InputError as error:
+                failed = True
                 lacks[title, key] = f"{key} {'stopped' if str(error).startswith('stopped') else 'crashed'}"
                 say(f"{title}/{key}: {error}")
                 continue
@@ -95,7 +96,7 @@ def run(arguments: ReproduceArguments) -> int:
     write_text(folder / "report.html", document_page(document, rows, here, long, runs), errors="replace")
     _print(rows)
     print(folder / "report.html")
-    return int(any(why.endswith((" crashed", " stopped")) for why in lacks.values()))
+    return int(failed)
 
 
 def _check(arguments: ReproduceArguments) -> documents.Document:

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 _FOLDER = Path(__file__).parents[1] / "recipes"
-RECIPES = {  # by name, those of the documents as documents/000_NAME; documents/000.toml describes experiments
-    file.relative_to(_FOLDER).with_suffix("").as_posix(): file
-    for file in sorted(_FOLDER.rglob("*.toml"))
-    if not file.stem.isdigit()
+_FILES = sorted(_FOLDER.rglob("*.toml"))
+RECIPES = {  # by name, those of the documents as documents/000_NAME
+    file.relative_to(_FOLDER).with_suffix("").as_posix(): file for file in _FILES if not file.stem.isdigit()
 }
-DOCUMENTS = {file.stem: file for file in sorted(_FOLDER.glob("documents/*.toml")) if file.stem.isdigit()}
+DOCUMENTS = {file.stem: file for file in _FILES if file.stem.isdigit()}  # documents/000.toml describes experiments
 
 
 def locate(name: str | Path) -> Path:
