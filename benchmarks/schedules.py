@@ -15,7 +15,7 @@ others.
 --short: 12,288 images, 96 updates of 768 images, 3 trials for each schedule, one seed.
 """
 
-import csv
+import json
 import statistics
 import subprocess
 import sys
@@ -58,12 +58,12 @@ class Form:
 SHORT, SHORT_TRIALS = Form(12_288, 768, 6), 3
 
 
-def best_settings(trials: str, paths: Sequence[str]) -> tuple[list[str], float]:
-    """The settings of the best trial in the text of a trials.csv, whose rows begin with the best; and its top-1."""
-    best = next(csv.DictReader(trials.splitlines()))
-    if best["how"] != "done":
-        raise SystemExit(f"no trial has ended: {best['how']}")
-    return [f"{path}={best[path]}" for path in paths], float(best["top1"])
+def best_settings(search: Mapping[str, Any]) -> tuple[list[str], float]:
+    """The settings of the best trial in a search.json, and its top-1."""
+    best = search["best"]
+    if best is None:
+        raise SystemExit(f"none of {search['trials']} trials has ended")
+    return [f"{path}={value}" for path, value in best["settings"].items()], best["result"]["top1"]
 
 
 def search(settings: Sequence[str], out: Path, trials: int, jobs: int) -> tuple[list[str], float]:
@@ -74,7 +74,7 @@ def search(settings: Sequence[str], out: Path, trials: int, jobs: int) -> tuple[
     words = [word for setting in (*settings, "device.threads=1") for word in ("--set", setting)]
     command = [sys.executable, "-m", "kasoku", "search", str(RECIPE), "--space", str(space), "--trials", str(trials)]
     subprocess.run([*command, "--jobs", str(jobs), "--out", str(out), *words], check=True)
-    return best_settings((out / "trials.csv").read_text(), [line.split(" = ")[0] for line in SPACE.splitlines()])
+    return best_settings(json.loads((out / "search.json").read_text()))
 
 
 def figures(top1: Mapping[str, Sequence[float]]) -> dict[str, Any]:

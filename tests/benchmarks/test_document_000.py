@@ -1,6 +1,7 @@
 """The benchmarks of document 000: an update of many virtual ranks is exact; settings, choices and figures are right."""
 
 import importlib
+import json
 import math
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import torch
 from kasoku.config import recipe as recipes
 from kasoku.config.updates import updates
 from kasoku.data import Memory, idx
+from kasoku.tune import hyperparameters
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -147,13 +149,17 @@ def test_the_arc_cotangent_is_held_against_the_best_other_schedule():
     assert one_seed["arc_cotangent_is"] == "undecided"
 
 
-def test_the_best_trial_of_a_search_gives_its_settings():
-    head = "trial,how,top1,best_top1,epochs,seconds,time_to_target_s,optimizer.lr,schedule.warmup,folder\n"
-    rows = "2,done,0.9,0.9,6,1,,1.5,0.1,a\n1,diverged,,,,,,6.0,0.2,b\n"
-    found = schedules.best_settings(head + rows, ["optimizer.lr", "schedule.warmup"])
-    assert found == (["optimizer.lr=1.5", "schedule.warmup=0.1"], 0.9)
-    with pytest.raises(SystemExit, match="diverged"):
-        schedules.best_settings(head + rows.splitlines()[1], [])
+def test_the_best_trial_of_a_search_gives_its_settings(tmp_path):
+    def trial(number: int, how: str, top1: float | None) -> hyperparameters.TrialResult:
+        settings = {"optimizer.lr": f"{number}.5", "schedule.warmup": "0.1"}
+        return hyperparameters.TrialResult(number, how, settings, {"top1": top1, "seconds": 1.0}, "folder")
+
+    hyperparameters._write(tmp_path, [trial(2, "done", 0.9), trial(1, "diverged", None)])
+    found = schedules.best_settings(json.loads((tmp_path / "search.json").read_text()))
+    assert found == (["optimizer.lr=2.5", "schedule.warmup=0.1"], 0.9)
+    hyperparameters._write(tmp_path, [trial(1, "diverged", None)])
+    with pytest.raises(SystemExit, match="none of 1 trials has ended"):
+        schedules.best_settings(json.loads((tmp_path / "search.json").read_text()))
 
 
 def test_what_is_switched_off_is_compared_at_the_end_and_midway():
