@@ -7,6 +7,7 @@ send. In the ranks `connected()` gives the Comm.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -282,6 +283,7 @@ def connected() -> TorchComm:
     tune_malloc()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
+    atexit.register(dist.destroy_process_group)  # later, a thread of gloo that still runs would abort the process
     return TorchComm()
 
 
@@ -331,7 +333,8 @@ def balance(comm: TorchComm, compute_s: Callable[[], float], send_s: Callable[[]
         if abs(sending / (ratio * computing) - 1) < 0.03:
             return mbit
         mbit *= sending / (ratio * computing)
-    raise RuntimeError(f"the link was not balanced within 3 % in 10 tries: {sending:.3f} s, {computing:.3f} s")
+    took = f"sending {sending:.3f} s, computing {computing:.3f} s"
+    raise RuntimeError(f"not balanced within 3 % in 10 tries: {took}; if sending is longer, give a larger --batch")
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
