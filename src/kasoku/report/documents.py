@@ -27,7 +27,6 @@ OURS = "ours"  # stands for the published value of a claim of kasoku's own
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _VALUE = re.compile(r"(\S+)(?: ([-/]) (\S+))?")
 _GAP_S = 1e-6  # times are rounded to less
-_HERE, _RECORDED = "here", "recorded"
 
 Document = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Any]]  # by part and command; a command that did not run is not there
@@ -115,7 +114,7 @@ def panels(document: Document, here: Results, long: Results) -> list[tuple[str, 
         for figure in part.get("figures", ()):
             lines = {f"published: {name}": points for name, points in figure.get("published", {}).items()}
             own = {}
-            for source, results in ((_HERE, here), (_RECORDED, long)):
+            for source, results in (("here", here), ("recorded", long)):
                 for label, key in figure["lines"].items():
                     if points := value_of(key, results.get(part["name"], {})):
                         own[f"{label}, {source}"] = points

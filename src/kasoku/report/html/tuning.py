@@ -18,7 +18,8 @@ def tuning(document: Mapping[str, Any]) -> list[Chart]:
     """Speed and goodput, time per image and utilization over the batch size ([002] Fig. 1, 2); marks the chosen one."""
     samples = sorted(document["samples"], key=lambda s: s["batch"])
     chosen = next(s for s in reversed(samples) if s["batch"] == document["chosen"] and not s["failed"])
-    speed = f"{chosen['images_per_s']:,.1f} images/s, {_step(chosen)}{_cost(document)}"
+    spent = f"{document['spent_s']:.1f} s" + (f" of {document['budget_s']:g}" if document["budget_s"] else "")
+    speed = f"{chosen['images_per_s']:,.1f} images/s, {_step(chosen)}; tuning took {spent}"
     note = f"Chosen by {document['strategy']}: batch {chosen['batch']}, {speed}. {document['why']}."
     rate = _over_batch(samples, chosen, lambda batch, s: batch / s, "images/s", ("goodput", "goodput", ""))
     busy = ("utilisation", "device used", "~%")
@@ -76,8 +77,3 @@ def _step(sample: Mapping[str, Any]) -> str:
     unit, scale = ("s", 1.0) if sample["step_s"] >= 1 else ("ms", 1e3)
     interval = f"{scale * sample['low_s']:.3g} to {scale * sample['high_s']:.3g}"
     return f"{scale * sample['step_s']:.3g} {unit} a step ({interval})"
-
-
-def _cost(document: Mapping[str, Any]) -> str:
-    budget_s = document["budget_s"]
-    return f"; tuning took {document['spent_s']:.1f} s" + (f" of {budget_s:g}" if budget_s else "")
