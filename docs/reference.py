@@ -197,7 +197,7 @@ def combining() -> str:
 def document(name: str) -> str:
     """The claims of a document with what was recorded of them, from its description and the recorded results."""
     described = documents.read(name)
-    found = documents.rows(name, described, {}, documents.recorded(name), {})
+    found = documents.rows(described, {}, documents.recorded(name), {})
     parts = [(part["section"], part["title"], part.get("set", ""), part["name"]) for part in described["parts"]]
     head = ["section", "claim", "published", "holds if", "recorded", "verdict recorded", "why"]
     keys = [column.replace(" ", "_") for column in head]

@@ -92,7 +92,7 @@ def run(arguments: ReproduceArguments) -> int:
             if arguments.record:
                 _record(name, title, key, done)
     long = documents.recorded(name)
-    rows = documents.rows(name, document, here, long, lacks)
+    rows = documents.rows(document, here, long, lacks)
     write_text(folder / "report.html", document_page(document, rows, here, long, runs), errors="replace")
     _print(rows)
     print(folder / "report.html")

@@ -35,7 +35,7 @@ Lacks = Mapping[tuple[str, str], str]  # by part and command: why it did not run
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A claim of a document, or one of kasoku's own, and what was found; all as text. `command` repeats its part."""
+    """A claim of a document, or one of kasoku's own, and what was found; all as text."""
 
     section: str
     claim: str
@@ -45,7 +45,6 @@ class ClaimRow:
     verdict_here: str
     recorded: str
     verdict_recorded: str
-    command: str
     why: str
     own: bool
 
@@ -72,7 +71,7 @@ def recorded(name: str) -> dict[str, dict[str, Any]]:
     return {part: {command: run["result"] for command, run in each.items()} for part, each in runs.items()}
 
 
-def rows(name: str, document: Document, here: Results, long: Results, lacks: Lacks) -> list[ClaimRow]:
+def rows(document: Document, here: Results, long: Results, lacks: Lacks) -> list[ClaimRow]:
     """The claims of a document in its order, held against this run (`here`) and against the recorded results."""
     found = []
     for part in document["parts"]:
@@ -93,7 +92,6 @@ def rows(name: str, document: Document, here: Results, long: Results, lacks: Lac
                     verdict_here=_verdict(now, holds),
                     recorded=_text(hours, unit),
                     verdict_recorded=_verdict(hours, holds),
-                    command=f"kasoku reproduce {name} --part {title}" if value else "",
                     why="; ".join(dict.fromkeys(filter(None, reasons))),
                     own=own,
                 )
@@ -104,7 +102,7 @@ def rows(name: str, document: Document, here: Results, long: Results, lacks: Lac
 def counts(found: Sequence[ClaimRow]) -> str:
     """How many claims have each verdict; kasoku's own are counted apart."""
     sides = [Counter(row.verdict for row in found if row.own is own) for own in (False, True)]
-    return f"; {OURS}: ".join(", ".join(f"{side[verdict]} {verdict}" for verdict in VERDICTS) for side in sides if side)
+    return f"; {OURS}: ".join(", ".join(f"{verdict} {side[verdict]}" for verdict in VERDICTS) for side in sides if side)
 
 
 def panels(document: Document, here: Results, long: Results) -> list[tuple[str, Panel, str, bool]]:
