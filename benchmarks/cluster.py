@@ -334,7 +334,7 @@ def balance(comm: TorchComm, compute_s: Callable[[], float], send_s: Callable[[]
             return mbit
         mbit *= sending / (ratio * computing)
     took = f"sending {sending:.3f} s, computing {computing:.3f} s"
-    raise RuntimeError(f"not balanced within 3 % in 10 tries: {took}; if sending is longer, give a larger --batch")
+    raise RuntimeError(f"not balanced within 3 % in 10 tries: {took}; if sending stays too long, give a larger --batch")
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:

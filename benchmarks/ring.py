@@ -87,7 +87,6 @@ def rank_main(arguments: argparse.Namespace) -> None:
             "formula_by_mb": [[n / MIB, round(s, 6)] for n, s in formula.items()],
         }
         Path(arguments.to).write_text(json.dumps(figures))
-    dist.destroy_process_group()
 
 
 def main() -> int:

@@ -62,7 +62,7 @@ def best_settings(search: Mapping[str, Any]) -> tuple[list[str], float]:
     """The settings of the best trial in a search.json, and its top-1."""
     best = search["best"]
     if best is None:
-        raise SystemExit(f"none of {search['trials']} trials has ended")
+        raise SystemExit(f"no trial of {search['trials']} is done: see their folders, and repeat the command")
     return [f"{path}={value}" for path, value in best["settings"].items()], best["result"]["top1"]
 
 

@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 885,
     "device": 610,
     "data": 4755,
-    "distributed": 5630,
+    "distributed": 5625,
     "memory": 2240,
     "config": 1395,
     "tune": 1775,

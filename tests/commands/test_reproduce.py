@@ -111,6 +111,8 @@ def test_claims_are_held_against_what_the_commands_found(planted, capsys):
         assert f"<th>{head}</th>" in page
     assert "<td>1.99 to 2.01</td>" in page
     assert documents.LEGEND in page
+    assert "--part twice: A number and its double; two numbers." in page
+    assert '<table class="prose">' in page
     log = planted / "out" / "short" / "twice" / "double.log"
     assert "measuring" in log.read_text()
     assert f"its output: {log}" in out

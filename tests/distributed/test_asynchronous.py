@@ -415,18 +415,6 @@ def test_an_optimizer_steps_from_the_weights_not_from_the_prediction(technique: 
     assert [ahead[3:] for ahead in timed(2, rank)] == [[-technique.ahead] * 3] * 2  # the other moves by -1 a step
 
 
-@pytest.mark.parametrize(("elements", "pieces"), [(100, 8), (2**21, 8), (5 * 2**20, 20), (2**25, 48)])
-def test_small_groups_of_parameters_have_few_owners(elements, pieces):
-    group = WorkerGroup([torch.zeros(elements)], [*range(5, 48), *range(5)], CODECS["fp32"], blocking=True)
-    owners = sorted([*range(5, 48), *range(5)][:pieces])
-    assert list(group.pieces) == owners  # by rank, as a request's slots are
-    ends = [0, *(piece.stop for piece in group.pieces.values())]
-    assert ends[-1] == elements
-    assert [piece.start for piece in group.pieces.values()] == ends[:-1]
-    few = WorkerGroup([torch.zeros(elements)], [0, 1, 2], CODECS["fp32"], blocking=True)
-    assert list(few.pieces) == [0, 1, 2]
-
-
 def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     p = nn.Parameter(torch.zeros(1))
     group, found = WorkerGroup([p.data], [0], CODECS["fp32"], blocking=False, ahead=2.0), []

@@ -201,11 +201,7 @@ class Exchange:
         codec, ahead = CODECS[settings.wire], settings.ahead
         blocking = not settings.hidden and not ahead
         workers = sorted({*leaders.values()})
-        copies = []
-        for g, params in enumerate(groups):
-            first = g * len(workers) // len(groups)  # groups of few pieces have different owners
-            owners = workers[first:] + workers[:first]
-            copies.append(WorkerGroup(params, owners, codec, blocking=blocking, ahead=ahead, zeros=zeros))
+        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead, zeros=zeros) for params in groups]
         weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness)
         self.transport.set_server(weights.server)
         return weights

@@ -9,8 +9,6 @@ from torch import Tensor
 from kasoku.distributed.async_sgd.peers import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
 
-_LEAST_PIECE = 2**18  # elements: 48 workers on two cores exchange 5 million 44 times a second in 20 pieces, 27 in 48
-_FEW_OWNERS = 8  # that many may have smaller pieces
 _MOST_LOCAL_STEPS = 16  # between two exchanges, however long an exchange takes
 
 
@@ -88,7 +86,7 @@ class WorkerGroup:
 
     Args:
         params: the parameters.
-        owners: of the pieces; the first ones alone if there are too few parameters for all.
+        owners: of the pieces.
         codec: of messages.
         blocking: the parameters do not change during an exchange, and equal the weights read after it.
         ahead: of the prediction that the parameters hold between exchanges, so `blocking` is False; 0: none.
@@ -122,7 +120,6 @@ class WorkerGroup:
         self.prediction = Prediction(params, ahead)
         n = len(self.base.flat)
         self.residual = torch.zeros(0 if codec.exact else n)
-        owners = sorted(owners[: max(_FEW_OWNERS, n // _LEAST_PIECE)])
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         pieces = zip(owners, cuts, cuts[1:], strict=False)
         self.pieces = {owner: slice(start, stop) for owner, start, stop in pieces if start < stop}
@@ -154,7 +151,8 @@ class WorkerGroup:
     @property
     def _by_parameter(self) -> bool:
         """Whether parameters can be processed one by one, without a flat copy."""
-        return self.params[0].device == self.base.flat.device and not (len(self.residual) or self.orphans)
+        here = self.params[0].device == self.base.flat.device
+        return here and not (len(self.residual) or self.orphans)
 
     def drop_owner(self, owner: int) -> None:
         """Goes on without a dead owner, which may still write to the buffers of its last request and reply."""

@@ -13,7 +13,7 @@ def document_page(
 ) -> str:
     """The page as HTML: what holds, the parts and their images, the claims, the figures, runs of profile and tune."""
     *head, _ = (each.name.replace("_", " ") for each in fields(ClaimRow))  # but whether it is kasoku's own
-    parts = [f"--part {part['name']}: {part['title']}: {part['set']}." for part in document["parts"] if "set" in part]
+    parts = [f"--part {part['name']}: {part['title']}; {part['set']}." for part in document["parts"] if "set" in part]
     charts = []
     for i, (title, panel, x_label, x_log) in enumerate(panels(document, here, long)):
         [chart] = figures.panels([panel], x_label, x_log=x_log)
