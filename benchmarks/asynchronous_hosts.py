@@ -29,6 +29,7 @@ from kasoku.device import Device, choose
 from kasoku.distributed import Asynchronous, Graded, Hierarchical, Overlap, Wire
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, cross_entropy, sgd
+from kasoku.report.significance import interval
 from kasoku.training.evaluation import evaluate
 
 HOSTS = {"straggler": 4, "slow_link": 2, "nodes": 2}
@@ -84,10 +85,12 @@ def freed(folder: Path) -> None:
     folder.parent.rmdir()
 
 
-def job_of(comm: Comm, dataset: Dataset, asked: argparse.Namespace, techniques: Sequence[Technique]) -> Job:
+def job_of(
+    comm: Comm, dataset: Dataset, asked: argparse.Namespace, techniques: Sequence[Technique], seed: int = 0
+) -> Job:
     """The same network and data on all sides; rates that fall to 0 over `--steps`."""
-    torch.manual_seed(0)
-    batches = loader(dataset, "train", asked.batch * comm.size, comm=comm)
+    torch.manual_seed(seed)
+    batches = loader(dataset, "train", asked.batch * comm.size, comm=comm, seed=seed)
     model = cifarnet(widths=tuple(asked.widths), norm_momentum=0.2)
     model.prepare(sample(dataset, 2000))
     optimizer = sgd(model, lr=asked.lr, momentum=0.9, weight_decay=5e-4)
@@ -200,37 +203,42 @@ def mean_staleness(job: Job) -> float:
 
 
 def nodes(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
-    """Two hosts of two ranks at 200 Mbit/s, equal samples on both sides, which take turns."""
+    """Two hosts of two ranks at 200 Mbit/s, equal samples on both sides, which take turns; as many seeds as asked."""
     dataset = images()
     if comm.rank % NODE == 0:  # ranks of a host share its link
         shape(MBIT)
-    jobs = {name: job_of(comm, dataset, asked, techniques) for name, techniques in sides(asked).items()}
-    for job in jobs.values():
-        trained(job, steps=WARM)
-        job.drain()
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    turn = (asked.steps - WARM) // ROUNDS
-    for number in range(ROUNDS):
-        for name in list(jobs) if number % 2 == 0 else reversed(list(jobs)):
-            comm.gather_objects(None)
-            start = time.perf_counter()
-            trained(jobs[name], steps=turn)
-            jobs[name].drain()
-            seconds[name].append(max(comm.gather_objects(time.perf_counter() - start)))
-    top1 = {name: accuracy(comm, job, dataset) for name, job in jobs.items()}
-    stale = mean_staleness(jobs["async"])
-    for job in jobs.values():
-        job.close()
+    seconds: dict[str, list[float]] = {name: [] for name in sides(asked)}
+    top1: dict[str, list[float]] = {name: [] for name in sides(asked)}
+    turn, stale = (asked.steps - WARM) // ROUNDS, []
+    for seed in range(asked.seeds):
+        jobs = {name: job_of(comm, dataset, asked, techniques, seed) for name, techniques in sides(asked).items()}
+        for job in jobs.values():
+            trained(job, steps=WARM)
+            job.drain()
+        for number in range(ROUNDS):
+            for name in list(jobs) if number % 2 == 0 else reversed(list(jobs)):
+                comm.gather_objects(None)
+                start = time.perf_counter()
+                trained(jobs[name], steps=turn)
+                jobs[name].drain()
+                seconds[name].append(max(comm.gather_objects(time.perf_counter() - start)))
+        stale.append(mean_staleness(jobs["async"]))
+        for name, job in jobs.items():
+            top1[name].append(accuracy(comm, job, dataset))
+            job.close()
     if comm.rank % NODE == 0:
         shape(0)
     pace = {name: asked.batch * comm.size * turn / statistics.median(took) for name, took in seconds.items()}
+    gaps = [one - other for one, other in zip(top1["sync"], top1["async"], strict=True)]
+    gap, *ends = interval(gaps) if len(gaps) > 1 else gaps
     return {
         "async_over_sync": round(pace["async"] / pace["sync"], 3),
         "spread": ratio(seconds["sync"], seconds["async"]),
-        "n": ROUNDS,
-        "accuracy_gap": round(top1["sync"] - top1["async"], 2),
+        "n": ROUNDS * asked.seeds,
+        "accuracy_gap": round(gap, 2),
+        "accuracy_gap_interval": [round(end, 2) for end in ends],
         "images_per_s": {name: round(x, 1) for name, x in pace.items()},
-        "top1": {name: round(x, 2) for name, x in top1.items()},
+        "top1": {name: [round(x, 2) for x in values] for name, values in top1.items()},
         "samples": asked.batch * comm.size * (WARM + turn * ROUNDS),
         "mean_staleness": stale,
     }

@@ -43,8 +43,8 @@ class Form:
     """How much is trained: training images, epochs, batches, factors on the rates."""
 
     images: int = IMAGES
-    epochs: int = 32
-    batches: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    epochs: int = 16
+    batches: tuple[int, ...] = (256, 1024, 4096, 16384)
     factors: tuple[float, ...] = FACTORS
 
     @property

@@ -3,7 +3,7 @@
     python benchmarks/schedules.py [--short]
 
 [000] 4.1.2 says so of step, polynomial and linear decay; the cosine is today's usual one. Fashion-MNIST by
-recipes/documents/000_few_updates.toml (LARS, batch 4,096, 480 updates), in which only the schedule differs. Turn and
+recipes/documents/000_few_updates.toml (LARS, batch 4,096, 240 updates), in which only the schedule differs. Turn and
 decay of the arc cotangent are [000]'s; the steps are Goyal's 30, 60 and 80 of 90 epochs by 0.1; the polynomial is
 MLPerf's, of power 2.
 Equal tuning: for each schedule `kasoku search` makes the same number of trials over the same space of rate and
@@ -47,7 +47,7 @@ class Form:
 
     images: int = 0
     batch: int = 4096
-    epochs: int = 32
+    epochs: int = 16
 
     def settings(self, name: str, root: str) -> list[str]:
         """Settings over the recipe."""
@@ -98,7 +98,7 @@ def figures(top1: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = options(__doc__, "schedules", images=SHORT.images, seeds=3)
-    parser.add_argument("--trials", type=int, default=8, help="of each schedule (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=6, help="of each schedule (default: %(default)s)")
     arguments = parser.parse_args()
     form, trials, seeds = Form(), arguments.trials, arguments.seeds
     if arguments.short:
