@@ -235,9 +235,10 @@ def main() -> int:
         return 0
     if "RANK" not in os.environ:
         from asynchronous_hosts import HOSTS, NODE
-        from cluster import on_hosts
+        from cluster import LIMIT_S, on_hosts
 
-        return on_hosts(__file__, sys.argv[1:], HOSTS[arguments.case], each=NODE if arguments.case == "nodes" else 1)
+        each, many = (NODE, arguments.seeds) if arguments.case == "nodes" else (1, 1)
+        return on_hosts(__file__, sys.argv[1:], HOSTS[arguments.case], each=each, limit_s=LIMIT_S * many)
     from asynchronous_hosts import rank_main
 
     rank_main(arguments)

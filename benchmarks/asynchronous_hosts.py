@@ -226,6 +226,8 @@ def nodes(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
         for name, job in jobs.items():
             top1[name].append(accuracy(comm, job, dataset))
             job.close()
+        if comm.rank == 0:
+            print(f"seed {seed}: top-1 {[(name, round(values[-1], 2)) for name, values in top1.items()]}", flush=True)
     if comm.rank % NODE == 0:
         shape(0)
     pace = {name: asked.batch * comm.size * turn / statistics.median(took) for name, took in seconds.items()}
