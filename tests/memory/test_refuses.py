@@ -96,6 +96,28 @@ def test_a_reader_is_found_behind_a_head_of_zeros():
         a_job(Two(summed, zero=True)).model(images()[0])
 
 
+def test_a_reader_that_comes_later_is_found_then():
+    job = a_job(Two(lambda model, first, second: pooled(model, second)))
+    job.model(images()[0])
+    job.model.read[0] = summed
+    with pytest.raises(InputError, match="reads a tensor between two of its layers"):
+        job.model(images()[0])
+
+
+def test_shapes_between_two_layers_may_be_read():
+    seen = []
+
+    def sized(model, first, second):
+        seen.append((first.shape, first.size(1), len(first), first.dim(), first.dtype, first.device))
+        return pooled(model, second)
+
+    for techniques in ([], [SAVED]):
+        model = Two(sized)
+        model.two = nn.Conv2d(8, 8, 3, 2)
+        Job(model, lambda m: sgd(m, 0.1)).apply(*techniques).model(images()[0])
+    assert seen[0] == seen[-1]
+
+
 def test_outputs_in_which_no_tensor_is_seen_are_refused():
     with pytest.raises(InputError, match="without a known tensor"):
         a_job(Two(lambda model, first, second: {"out"})).model(images()[0])
