@@ -15,6 +15,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from types import MethodType
 from typing import Any, NamedTuple, Self
 
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from kasoku.core import InputError, Job
 from kasoku.core.blocks import steering
 from kasoku.core.job_state import Patches
-from kasoku.core.torch_internals import module_hooks
+from kasoku.core.torch_internals import module_hooks, version
 from kasoku.memory.graph import LayerGraph, attributes_of, changed_attribute, decides, graph_of
 from kasoku.memory.segment import Segment
 
@@ -75,9 +76,10 @@ class LayerProxy(BoundToModel):
         """Its output, if the segment that contains it has run and returned `out`."""
         if not self.following:
             return out
-        values = out.new_empty((), dtype=self.like.dtype).expand(len(out), *self.like.shape[1:])
-        within = values.as_subclass(Within)
-        within.layer, within.out, self.within = self, out, weakref.ref(within)
+        empty = out.new_empty((), dtype=self.like.dtype).expand(len(out), *self.like.shape[1:])
+        within = empty.as_subclass(Within)
+        within.layer, within.out, within.plain = self, out, (empty, self.like)
+        self.within = weakref.ref(within)
         return within
 
     def read_elsewhere(self) -> InputError:
@@ -87,10 +89,14 @@ class LayerProxy(BoundToModel):
 
 
 class Within(Tensor):
-    """Stands for the output of a layer within a segment, which has run: it has a shape and a type, and no values."""
+    """Stands for the output of a layer within a segment, which has run: it has a shape and a type, and no values.
+
+    A function that returns it as it is, such as a dropout of nothing, may take it; one that reads its values raises.
+    """
 
     layer: LayerProxy
     out: Tensor  # of the segment
+    plain: tuple[Tensor, Tensor]  # tensors of its shape on its device, and of its strides
 
     def passed_to(self, layer: LayerProxy) -> Tensor:
         """The output of the next layer. Raises InputError if this is another one."""
@@ -103,12 +109,16 @@ class Within(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = None
-        if func.__name__ in _WITHOUT_VALUES:
-            result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if result is None or isinstance(result, Tensor):
-            raise next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Within)).layer.read_elsewhere()
-        return result
+        within = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Within))
+        for plain in within.plain if args and args[0] is within else ():
+            before = version(plain)
+            with suppress(RuntimeError):  # none of its elements can be written to
+                result = func(plain, *args[1:], **(kwargs or {}))
+                if result is plain and version(plain) == before:
+                    return within
+                if func.__name__ in _WITHOUT_VALUES and not isinstance(result, Tensor):
+                    return result
+        raise within.layer.read_elsewhere()
 
 
 class Call(NamedTuple):
