@@ -178,7 +178,7 @@ def plan(asked: dict) -> dict[str, object]:
     job.model.train()
     planner = planner_of(job)
     settings = planner.settings
-    how = Numerics(exact=settings.lossless, bf16=settings.bf16)
+    how = Numerics(exact=settings.lossless)
 
     def fits(batch: int) -> bool:
         x = torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE)

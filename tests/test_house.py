@@ -29,7 +29,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "device": 610,
     "data": 4755,
     "distributed": 5625,
-    "memory": 2240,
+    "memory": 2070,
     "config": 1395,
     "tune": 1775,
     "simulate": 1665,

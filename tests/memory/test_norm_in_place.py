@@ -14,8 +14,8 @@ from helpers.nets import blocks as light_blocks
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network, norms, ops
-from kasoku.memory.graph import GraphNode, Instruction, LayerGraph
-from kasoku.memory.segment import build_program, norms_in_place
+from kasoku.memory.graph import GraphNode, LayerGraph
+from kasoku.memory.segment import build_program
 from kasoku.memory.solver import segment_choices
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.optim import sgd
@@ -120,9 +120,9 @@ def chain(*ops_: str) -> LayerGraph:
     return LayerGraph(tuple(GraphNode(op, (i,), layers.get(op)) for i, op in enumerate(ops_)))
 
 
-def written_over(graph: LayerGraph, kept: set[int], **more) -> list[int]:
+def written_over(graph: LayerGraph, kept: set[int]) -> list[int]:
     """The nodes whose gradient is written over their input."""
-    steps = norms_in_place(build_program(graph, kept, input_gradient=True, **more), 2).backward
+    steps = build_program(graph, kept, input_gradient=True, over_inputs=True).backward
     return [do.at for do in steps if do.kind == "grad" and graph.nodes[do.at].op == "norm" and do.inplace]
 
 
@@ -135,12 +135,6 @@ def test_only_where_nobody_else_holds_the_input_and_nobody_reads_it_later():
     for first, second, found in ((0, 1, [1]), (1, 0, [])):  # backward comes to the second one first
         nodes = (GraphNode("conv", (0,), conv), readers[first], readers[second], GraphNode("add", (2, 3)))
         assert written_over(LayerGraph(nodes), {1}) == found
-
-
-def test_what_was_in_bf16_is_written_over_where_it_was_loaded():
-    graph = chain("conv", "norm", "conv")
-    steps = norms_in_place(build_program(graph, {0, 1, 2}, input_gradient=True, bf16=frozenset({1, 2})), 2).backward
-    assert Instruction("grad", 1, True, ("set",), loads=((1, True),), frees=(1,)) in steps
 
 
 # ---- within networks

@@ -46,16 +46,17 @@ def a_job(model: nn.Module, technique: SavedMemory = SAVED) -> Job:
 class Two(nn.Module):
     """Two convolutions; `read` is what is made of the first one's output."""
 
-    def __init__(self, read, *, zero=False):
+    def __init__(self, read, *, zero=False, between=lambda x: x):
         super().__init__()
         self.one, self.two, self.head, self.read = conv(3, 8), conv(8, 8), nn.Linear(8, 4), [read]
+        self.between = [between]
         if zero:
             nn.init.zeros_(self.head.weight)
 
     def forward(self, x):
         if x.shape[0] < 0:  # so that no graph can be traced
             return x
-        first = self.one(x)
+        first = self.between[0](self.one(x))
         second = self.two(first)
         return self.read[0](self, first, second)
 
@@ -85,7 +86,12 @@ def summed(model, first, second):
     return pooled(model, first + second)
 
 
-@pytest.mark.parametrize("read", [both, named, in_training, left_on_the_model])
+def written(model, first, second):
+    first.mul_(2)
+    return pooled(model, second)
+
+
+@pytest.mark.parametrize("read", [both, named, in_training, left_on_the_model, written])
 def test_whoever_reads_between_two_layers_is_found(read):
     with pytest.raises(InputError, match="reads a tensor between two of its layers"):
         a_job(Two(read)).model(images()[0])
@@ -94,6 +100,36 @@ def test_whoever_reads_between_two_layers_is_found(read):
 def test_a_reader_is_found_behind_a_head_of_zeros():
     with pytest.raises(InputError, match="reads a tensor between two of its layers"):
         a_job(Two(summed, zero=True)).model(images()[0])
+
+
+def test_a_reader_that_comes_later_is_found_then():
+    job = a_job(Two(lambda model, first, second: pooled(model, second)))
+    job.model(images()[0])
+    job.model.read[0] = summed
+    with pytest.raises(InputError, match="reads a tensor between two of its layers"):
+        job.model(images()[0])
+
+
+def test_shapes_between_two_layers_may_be_read():
+    seen = []
+
+    def sized(model, first, second):
+        seen.append((first.shape, first.size(1), len(first), first.dim(), first.dtype, first.device))
+        return pooled(model, second)
+
+    for techniques in ([], [SAVED]):
+        model = Two(sized)
+        model.two = nn.Conv2d(8, 8, 3, 2)
+        Job(model, lambda m: sgd(m, 0.1)).apply(*techniques).model(images()[0])
+    assert seen[0] == seen[-1]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.contiguous(), lambda x: x.to(x.device), lambda x: functional.dropout(x, 0.0)]
+)
+def test_functions_that_return_a_tensor_between_two_layers_may_take_it(change):
+    model = Two(lambda model, first, second: pooled(model, second), between=change)
+    assert_equal(one_step(model, *images()), one_step(model, *images(), SAVED))
 
 
 def test_outputs_in_which_no_tensor_is_seen_are_refused():

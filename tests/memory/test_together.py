@@ -142,7 +142,7 @@ def test_compile_takes_the_blocks_of_which_nothing_is_planned(model, capsys):
     saved = SavedMemory(factor=1, lossless=True, show=False)
     ours = trained(both, saved, Compile(backend="aot_eager"))
     assert "Compile: 4 of 6 blocks are not compiled" in capsys.readouterr().err
-    assert "_SegmentFunction" in str(ours.model[:3](images()[0]).grad_fn)
+    assert "_SegmentFunction" in str(ours.model[:5](images()[0]).grad_fn)  # a whole segment
     assert ours.model[-2].forward.__func__ is not Mixer.forward
     assert_same_weights(trained(both, saved), ours)
 

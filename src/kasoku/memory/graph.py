@@ -13,7 +13,7 @@ import copy
 import operator
 import pickle
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -120,7 +120,6 @@ class Instruction(NamedTuple):
         joins: for "grad", how the gradient of each input is added to the gradient of the same value from another
             reader: "set" (there is none yet), "into" (the other is added to it), "fresh" (a new tensor, as it shares
             its memory), or "" if the input needs no gradient.
-        loads: the values converted from bf16 before it, and whether the bf16 is freed, as it is not read again.
         frees: the values freed after it.
     """
 
@@ -128,7 +127,6 @@ class Instruction(NamedTuple):
     at: int
     inplace: bool = False
     joins: tuple[str, ...] = ()
-    loads: tuple[tuple[int, bool], ...] = ()
     frees: tuple[int, ...] = ()
 
 
@@ -175,14 +173,10 @@ def graph_of(module: nn.Module) -> LayerGraph | None:
     return training if training == evaluating else None
 
 
-def with_own_forward(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules in it, itself included, that do not have a forward of torch."""
-    return tuple(m for m in module.modules() if not type(m).__module__.startswith("torch."))
-
-
-def attributes_of(modules: Iterable[nn.Module]) -> dict[tuple[int, str], Any]:
-    """What the forwards of modules can read: their attributes and submodules, with the items of lists."""
-    return {(i, k): _items(v) for i, m in enumerate(modules) for k, v in vars(m).items() if k not in _MODULE}
+def attributes_of(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """What forwards in a module, torch's left out, can read: attributes and submodules, with the items of lists."""
+    own = [m for m in module.modules() if not type(m).__module__.startswith("torch.")]
+    return {(i, k): _items(v) for i, m in enumerate(own) for k, v in vars(m).items() if k not in _MODULE}
 
 
 def _items(value: Any, depth: int = _DEPTH) -> Any:
@@ -215,8 +209,7 @@ def _traced(module: nn.Module, *, training: bool) -> LayerGraph | None:
             twin = copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
             for m in twin.modules():
                 m.training = training
-            modules = with_own_forward(twin)
-            attributes = attributes_of(modules)
+            attributes = attributes_of(twin)
             graph = _from_fx(module, list(_Tracer().trace(twin).nodes))
             after = _random_states()
     except Exception:  # a user's forward may do anything with what is not a tensor
@@ -226,7 +219,7 @@ def _traced(module: nn.Module, *, training: bool) -> LayerGraph | None:
         np.random.set_state(of_numpy)
     if graph is None:
         return None
-    written = changed_attribute(attributes, attributes_of(modules))
+    written = changed_attribute(attributes, attributes_of(twin))
     own = [k for (_, k), v in attributes.items() if any(isinstance(item, _GENERATORS) for item in tree_leaves(v))]
     reason = "draws random numbers" if before != after else f"writes self.{written}" if written else ""
     reason = reason or (f"can draw random numbers of self.{own[0]}" if own else "")

@@ -2,40 +2,39 @@
 
 A model's forward is arbitrary Python, so its graph is recorded by running it: two images of the batch pass through, and
 the inputs and outputs of all layers are noted. Layers with buffers are in eval mode, so that nothing in the model
-changes.
+changes. Then four images pass: of what autograd keeps, the copies of weights (autocast's) do not double.
 
 Note: outputs that are read elsewhere. A tensor between two layers may also be read by the model's own Python, which the
-record does not show. So the network runs once more with the planned segments and NaN in place of every output within
-them; the model's outputs must not change.
+record does not show. So the layers of a segment pass on tensors without values (`Within`), and any other code that
+reads one raises.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from types import MethodType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
-from kasoku.core.blocks import stays_in_place, steering
+from kasoku.core.blocks import steering
 from kasoku.core.job_state import Patches
-from kasoku.core.torch_internals import module_hooks
-from kasoku.memory.graph import LayerGraph, attributes_of, changed_attribute, decides, graph_of, with_own_forward
+from kasoku.core.torch_internals import module_hooks, version
+from kasoku.memory.graph import LayerGraph, attributes_of, changed_attribute, decides, graph_of
 from kasoku.memory.segment import Segment
+
+_WITHOUT_VALUES = ("__get__", "size", "dim", "numel", "__len__", "is_floating_point")
 
 
 class BoundToModel:
     """Belongs to the modules of one model: a deep copy of the model shares it, and it cannot be pickled."""
-
-    inspected = False  # while its layers run for the plan alone
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
@@ -49,23 +48,16 @@ class LayerProxy(BoundToModel):
 
     def __init__(self, name: str, model: nn.Module, module: nn.Module, graph: LayerGraph) -> None:
         self.name, self.model, self.module, self.graph = name, model, module, graph
-        self.submodules, self.own_forwards = tuple(module.modules()), with_own_forward(module)
-        self.attributes = attributes_of(self.own_forwards)
+        self.submodules, self.attributes = tuple(module.modules()), attributes_of(module)
         self.log: CallLog | None = None  # notes the calls during an inspection
-        self.checking = False  # the segment runs in eval mode too, and returns NaN until its last layer
-        self.reset()
-
-    def reset(self) -> None:
+        self.like = torch.empty(0, device="meta")  # its output in the inspection
         self.segment: Segment | None = None  # that begins with this layer, in training
-        self.leader: LayerProxy | None = None  # whose segment contains this layer, if it is not the first
-        self.following: list[LayerProxy] = []  # the other layers of the segment
-        self.waiting: list[LayerProxy] = []  # those that the present forward has still to call: the segment has run
-        self.output_ref: weakref.ref[Tensor] | None = None
-        self.real_output: Tensor | None = None  # while NaN is passed on
+        self.following: list[LayerProxy] = []  # the later layers of the segment that contains this one
+        self.within: weakref.ref[Within] | None = None  # its last output, if that lies within a segment
 
     def check_forward(self) -> None:
         """Raises InputError if its forward no longer computes the traced graph, since an attribute has changed."""
-        attributes = attributes_of(self.own_forwards)
+        attributes = attributes_of(self.module)
         name = changed_attribute(self.attributes, attributes)
         if name and graph_of(self.module) != self.graph:
             raise decides(f"{type(self.module).__name__} ({self.name}) depends on self.{name}, which has changed")
@@ -80,11 +72,53 @@ class LayerProxy(BoundToModel):
     def convolves(self) -> bool:
         return any(node.op == "conv" for node in self.graph.nodes)
 
-    def order_changed(self) -> InputError:
-        """The error if the layers of its segment, which has run, were not called one after another."""
-        name = self.segment.name if self.segment is not None else self.name
-        why = "a network whose forward decides (stochastic depth) cannot be planned: leave it out"
-        return InputError(f"SavedMemory: {name} follow one another in one forward and not in the next: {why}")
+    def output(self, out: Tensor) -> Tensor:
+        """Its output, if the segment that contains it has run and returned `out`."""
+        if not self.following:
+            return out
+        empty = out.new_empty((), dtype=self.like.dtype).expand(len(out), *self.like.shape[1:])
+        within = empty.as_subclass(Within)
+        within.layer, within.out, within.plain = self, out, (empty, self.like)
+        self.within = weakref.ref(within)
+        return within
+
+    def read_elsewhere(self) -> InputError:
+        """The error if its output, which lies within a segment, is not for the next layer alone."""
+        reads = f"the forward of {type(self.model).__name__} reads a tensor between two of its layers"
+        return InputError(f"SavedMemory: {reads}: put these layers into a block of their own")
+
+
+class Within(Tensor):
+    """Stands for the output of a layer within a segment, which has run: it has a shape and a type, and no values.
+
+    A function that returns it as it is, such as a dropout of nothing, may take it; one that reads its values raises.
+    """
+
+    layer: LayerProxy
+    out: Tensor  # of the segment
+    plain: tuple[Tensor, Tensor]  # tensors of its shape on its device, and of its strides
+
+    def passed_to(self, layer: LayerProxy) -> Tensor:
+        """The output of the next layer. Raises InputError if this is another one."""
+        expected = self.layer.following[0]
+        if layer is not expected:
+            both = f"{self.layer.name} and {expected.name} follow one another in one forward and not in the next"
+            why = "a network whose forward decides (stochastic depth) cannot be planned: leave it out"
+            raise InputError(f"SavedMemory: {both}: {why}")
+        return layer.output(self.out)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        within = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Within))
+        for plain in within.plain if args and args[0] is within else ():
+            before = version(plain)
+            with suppress(RuntimeError):  # none of its elements can be written to
+                result = func(plain, *args[1:], **(kwargs or {}))
+                if result is plain and version(plain) == before:
+                    return within
+                if func.__name__ in _WITHOUT_VALUES and not isinstance(result, Tensor):
+                    return result
+        raise within.layer.read_elsewhere()
 
 
 class Call(NamedTuple):
@@ -96,50 +130,27 @@ class Call(NamedTuple):
     half: torch.dtype | None
 
 
-class CallLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The calls of one forward in order, the model's outputs, and the bytes that autograd keeps for backward."""
+class CallLog:
+    """The calls of one forward in order, and the bytes that autograd keeps for backward."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.running: LayerProxy | None = None  # whose forward runs
-        # bytes by layer, without those of copy_bytes; None: outside layers
+        # bytes by layer, and those that are the same for any batch; None: outside layers
         self.kept_bytes: Counter[LayerProxy | None] = Counter()
-        # the same of copies that are computed from weights alone (autocast's), whatever the batch
         self.copy_bytes: Counter[LayerProxy | None] = Counter()
-        # the memory of weights, buffers and tensors computed from these alone
-        self.weights = {memory_of(p) for p in [*model.parameters(), *model.buffers()]}
-        self.counted = {*self.weights, memory_of(x)}  # memory that is counted already, or need not be
-        self.keepers: defaultdict[int, set[LayerProxy | None]] = defaultdict(set)  # the layers that keep each memory
+        # memory that is counted already, or need not be
+        self.counted = {memory_of(t) for t in (x, *model.parameters(), *model.buffers())}
         self.alive: list[Tensor] = []  # tensors whose addresses must not be used again
-        self.outputs: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes the tensors computed from weights and buffers alone, unless they are larger (repeated for images)."""
-        result = func(*args, **(kwargs or {}))
-        inputs = tensors_in((args, kwargs))
-        if inputs and all(memory_of(t) in self.weights for t in inputs):
-            most = max(t.untyped_storage().nbytes() // t.itemsize for t in inputs)  # a view may repeat them
-            for t in tensors_in(result):
-                if t.numel() <= most:
-                    self.weights.add(memory_of(t))
-                    self.alive.append(t)
-        return result
 
     def keep(self, x: Tensor) -> Tensor:
         """Counts a tensor that autograd keeps."""
         key = memory_of(x)
-        self.keepers[key].add(self.running)
         if key not in self.counted:
             self.counted.add(key)
             self.alive.append(x.detach())
-            (self.copy_bytes if key in self.weights else self.kept_bytes)[self.running] += x.nbytes
+            self.kept_bytes[self.running] += x.nbytes
         return torch.empty(0)  # no backward runs here
-
-    def is_kept_outside(self, x: Tensor, planned: Set[LayerProxy]) -> bool:
-        """Whether x is kept by other layers than the planned ones, or is an output of the model."""
-        key = memory_of(x)
-        return any(memory_of(out) == key for out in self.outputs) or not self.keepers[key] <= planned
 
     def clear(self) -> None:
         """Frees the tensors: autograd's graph holds `keep`, so a log that holds outputs would never be freed."""
@@ -150,11 +161,6 @@ class CallLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def memory_of(x: Tensor) -> int:
     """The address of its storage, which its views share."""
     return x.untyped_storage().data_ptr()
-
-
-def tensors_in(values: object) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts, detached."""
-    return [t.detach() for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def install(job: Job) -> list[LayerProxy]:
@@ -193,24 +199,13 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         proxy.log.running = None
         if x is not None and isinstance(result, Tensor):
             proxy.log.calls.append(Call(proxy, x, result, autocast_type(x)))
+            proxy.like = torch.empty_like(result, device="meta")
         return result
-    leader = proxy.leader
-    if leader is not None and leader.waiting:
-        expected = leader.output_ref() if leader.output_ref is not None else None
-        if x is None or expected is not x or leader.waiting.pop(0) is not proxy:
-            raise leader.order_changed()
-        if not leader.waiting and leader.real_output is not None:
-            x, leader.real_output = leader.real_output, None
-        return x
-    proxy.waiting = []
-    active = (proxy.model.training or proxy.checking) and torch.is_grad_enabled()
-    if proxy.segment is None or x is None or not active:
+    if isinstance(x, Within):
+        return x.passed_to(proxy)
+    if proxy.segment is None or x is None or not (proxy.model.training and torch.is_grad_enabled()):
         return plain()
-    out = proxy.segment(x)
-    if proxy.checking and proxy.following:
-        proxy.real_output, out = out, torch.full_like(out, float("nan"))
-    proxy.waiting, proxy.output_ref = [*proxy.following], weakref.ref(out)
-    return out
+    return proxy.output(proxy.segment(x))
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
@@ -219,28 +214,30 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-@contextmanager
-def without_side_effects(model: nn.Module, x: Tensor) -> Iterator[None]:
-    """Puts modules with buffers in eval mode, with gradients on; restores modes and random state afterwards."""
-    with Patches() as changes, torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
+def record_forward(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> CallLog:
+    """Runs the model on x, and on twice the images. Raises InputError if it returns no tensor."""
+    log = _recorded(model, proxies, x)
+    twice = _recorded(model, proxies, torch.cat([x, x]).detach().requires_grad_(x.requires_grad))
+    twice.clear()
+    for proxy, n in log.kept_bytes.items():
+        log.copy_bytes[proxy] = 2 * n - twice.kept_bytes[proxy]
+    log.kept_bytes -= log.copy_bytes
+    return log
+
+
+def _recorded(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> CallLog:
+    """The log of one forward, with gradients on. Modes and random state are restored."""
+    log = CallLog(model, x)
+    random = torch.random.fork_rng([x.device] if x.is_cuda else [])
+    hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
+    with Patches() as changes, random, torch.enable_grad(), hooks:
         for module in model.modules():
             if any(True for _ in module.buffers(recurse=False)):
                 changes.set(module, "training", False)
-            if stays_in_place(module):
-                changes.set(module.saved_memory, "inspected", True)
-        yield
-
-
-def record_forward(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> CallLog:
-    """Runs the model on x. Raises InputError if it returns no tensor."""
-    log = CallLog(model, x)
-    hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
-    with Patches() as changes, without_side_effects(model, x), hooks, log:
         for proxy in proxies:
             changes.set(proxy, "log", log)
         outputs = model.forward(x)
-    log.outputs = tensors_in(outputs)
-    if not log.outputs:
+    if not any(isinstance(t, Tensor) for t in tree_leaves(outputs)):
         log.clear()
         got = f"{type(model).__name__} returns {type(outputs).__name__}, without a known tensor"
         raise InputError(f"SavedMemory: {got}: let it return tensors, or a tuple, list or dict of them")

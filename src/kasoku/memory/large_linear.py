@@ -33,7 +33,7 @@ class LinearInBackward(BoundToModel):
 
     def __init__(self, layer: nn.Linear, updates: BackwardUpdates) -> None:
         self.layer, self.updates = layer, updates
-        self.calls = 0  # forwards since the inspection began; only if 1 does the plan expect no gradient of the weight
+        self.calls = 0  # forwards since an inspection, which makes 2, began; if more, the plan expects the gradient
         self.rows, self.itemsize = 0.0, 0  # for each image, and of the type it computes in, as of its last forward
         self.passes: WeakSet[Any] = WeakSet()  # forwards without a backward yet; of two, neither has the whole gradient
         self.held: tuple[dict[str, Any], Tensor, Tensor] | None = None  # settings, dy, x until the turn of its bucket

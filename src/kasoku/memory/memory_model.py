@@ -24,8 +24,6 @@ class ChainSetting:
     channels_last: bool
     device: str = "cpu"  # its kind
     reads_batch: bool = False  # the input is the batch, which is counted elsewhere
-    # whether something outside the chain keeps its input, and its output, so that a copy in bf16 would save nothing
-    held_elsewhere: tuple[bool, bool] = (False, False)
     ends_chain: bool = True  # no neighbour counts the output
 
 
@@ -37,7 +35,6 @@ class MemoryNeed(NamedTuple):
     backward: int  # peak of backward, with everything that it keeps, its input and its output
     gradients: int  # of its weights
     work: float  # recomputation, and the extra cost of parts and of norm gradients in place
-    rounding: float  # cost of rounding to bf16 and back, as multiply-adds that take equally long
 
 
 def memory_need(program: Program, shapes: list[Tensor], setting: ChainSetting, chunk: int = 0) -> MemoryNeed:
@@ -48,33 +45,28 @@ def memory_need(program: Program, shapes: list[Tensor], setting: ChainSetting, c
         shapes = [s[:chunk] for s in shapes]
     count = _ByteCount(program, shapes, setting)
     scale = n / shapes[0].shape[0]
-    of_part = (shapes[0].nbytes, shapes[-1].nbytes, count.kept, count.held[0], count.held[out_at])
+    ends = (shapes[v].nbytes if v in program.kept else 0 for v in (0, out_at))
+    of_part = (shapes[0].nbytes, shapes[-1].nbytes, count.kept, *ends)
     x, out, kept, kept_x, kept_out = (round(size * scale) for size in of_part)
-    rounded = kept_out if out_at in program.in_bf16 else 0  # beside the output, at the end of forward
-    grads = [step for step in program.backward if step.kind == "grad"]
     if not chunk:
-        forward = max(count.forward() + count.extras, out + count.kept + rounded)
+        forward = count.forward() + count.extras
         backward = count.backward(kept_out) + kept_x + out
     else:  # whole tensors beside those of one part: the output, or the incoming and outgoing gradients
-        forward = out + kept + max(count.forward(), rounded)
+        forward = out + kept + count.forward()
         weights = max((p.nbytes for node in nodes for p in node.params), default=0)  # the sum, beside a part's gradient
         backward = kept_x + kept_out + out + kept + count.backward(0) - count.kept + weights
         backward += x if setting.image_gradient else 0
-    if 0 in program.in_bf16:  # the input exists in forward, beside its bf16
-        forward += x
     gradients = sum(p.nbytes for node in nodes for p in node.params if p.requires_grad)
     work = work_of(program.graph, shapes, [step.at for step in program.backward if step.kind == "compute"])
     # A norm's gradient in place beside torch's kernel: measured with one thread of an AVX2 core. Left out: the system
     # clears the pages of a newly allocated gradient; where it does so each time, in place is faster.
-    norms = [step.at + 1 for step in grads if step.inplace and nodes[step.at].op == "norm"]
-    work += sum((1 if setting.channels_last else 5) * shapes[v].nbytes * _WORK_OF_A_BYTE for v in norms)
-    loads = [v for step in program.backward for v, _ in step.loads]
-    passes = sum(1.5 * shapes[v].nbytes for v in (*loads, *program.in_bf16 - {out_at}))
-    rounding = passes * _WORK_OF_A_BYTE * scale
+    grads = [step for step in program.backward if step.kind == "grad" and step.inplace]
+    norms = [shapes[step.at + 1] for step in grads if nodes[step.at].op == "norm"]
+    work += sum((1 if setting.channels_last else 5) * out.nbytes * _WORK_OF_A_BYTE for out in norms)
     if setting.reads_batch:
         kept_x, backward = 0, backward - kept_x
     kept += kept_x + (kept_out if setting.ends_chain else 0)
-    return MemoryNeed(kept, kept_x + forward, backward, gradients, work * scale + slower, rounding)
+    return MemoryNeed(kept, kept_x + forward, backward, gradients, work * scale + slower)
 
 
 def work_of(graph: LayerGraph, shapes: list[Tensor], nodes: Iterable[int]) -> float:
@@ -95,10 +87,7 @@ class _ByteCount:
 
     def __init__(self, program: Program, shapes: list[Tensor], setting: ChainSetting) -> None:
         self.program, self.shapes, self.setting = program, shapes, setting
-        self.nodes, self.ends = program.graph.nodes, {0, program.graph.out}
-        self.held = [0] * len(shapes)  # of each value from forward to backward
-        for v in program.kept:
-            self.held[v] = shapes[v].numel() * 2 if v in program.in_bf16 else shapes[v].nbytes
+        self.nodes, ends = program.graph.nodes, {0, program.graph.out}
         self.extras = 0  # positions in max-pools, and statistics
         for node, out in zip(self.nodes, shapes[1:], strict=True):
             if node.op == "norm":
@@ -106,29 +95,12 @@ class _ByteCount:
             elif node.op == "pool":
                 two_bits = has_2_bit_positions(node.layer, shapes[node.inputs[0]].shape)
                 self.extras += -(-out.numel() // 4) if two_bits else out.numel()
-        self.kept = sum(self.held[v] for v in program.kept - self.ends) + self.extras
-        self.present: dict[int, int] = {}  # the values that exist now
-        # the memory of each value's gradient, which several may share: (the step that took it, bytes)
-        self.areas: dict[int, tuple[int, int]] = {}
-        self.live = 0  # bytes that exist now, without those of `gradients`
-        self.gradients = 0  # bytes of the gradients of values now
-        self.peak = 0  # of both together, at most
-
-    def _add(self, n: int, beside: int = 0) -> None:
-        """Allocates n bytes, or frees them; `beside`: temporary bytes."""
-        self.live += n
-        self.peak = max(self.peak, self.live + self.gradients + beside)
+        self.held = {v: 0 if v in ends else shapes[v].nbytes for v in program.kept}  # from forward to backward
+        self.kept = sum(self.held.values()) + self.extras
 
     def forward(self) -> int:
-        """The peak of forward, with the output."""
-        self.present, self.live, self.gradients, self.peak = {0: 0}, 0, 0, 0
-        for step in self.program.forward:
-            self._compute(step)
-            for v in step.frees:
-                if v in self.program.in_bf16 - self.ends:
-                    self._add(self.held[v])
-                self._add(-self.present.pop(v))
-        return self.peak
+        """The peak of forward, with the output, without `extras`."""
+        return self._peak(self.program.forward, {0: 0}, 0)
 
     def backward(self, out: int) -> int:
         """The peak of backward, without input and incoming gradient; the output is freed after its last use.
@@ -136,46 +108,39 @@ class _ByteCount:
         Args:
             out: bytes of the output, if it is held here and nowhere else.
         """
-        program = self.program
-        held = {v: 0 if v in self.ends else self.held[v] for v in program.kept} | {program.graph.out: out}
-        rounded = {v: held.pop(v) for v in program.in_bf16}
-        self.present, self.live, self.peak = held, self.kept + out, self.kept + out
-        self.areas, self.gradients = {program.graph.out: (-1, 0)}, 0
-        for step in program.backward:
-            for v, last in step.loads:
-                self.present[v] = self.shapes[v].nbytes
-                self._add(self.present[v])
-                self._add(-rounded.pop(v) if last else 0)
+        return self._peak(self.program.backward, self.held | {self.program.graph.out: out}, self.kept + out)
+
+    def _peak(self, steps: Iterable[Instruction], present: dict[int, int], live: int) -> int:
+        """Bytes at most. `present`: of each value that exists before; `live`: of all of them, and of what stays."""
+        peak, gradients = live, 0
+        # the memory of each value's gradient, which several may share: (the step that took it, bytes)
+        areas = {self.program.graph.out: (-1, 0)}
+        for step in steps:
+            node, workspace, shares = self.nodes[step.at], self._workspace(step), step.inplace
+            first = node.inputs[0]
             if step.kind == "compute":
-                self._compute(step)
+                if shares:
+                    present[step.at + 1], present[first] = present[first], 0
+                else:
+                    present[step.at + 1] = self.shapes[step.at + 1].nbytes
+                    live += present[step.at + 1]
+                peak = max(peak, live + gradients + workspace)
             else:
-                self._grad(step)
-            self._add(-sum(self.present.pop(v, 0) for v in step.frees))
-        return self.peak
-
-    def _compute(self, step: Instruction) -> None:
-        first = self.nodes[step.at].inputs[0]
-        new = 0 if step.inplace else self.shapes[step.at + 1].nbytes
-        self.present[step.at + 1] = new
-        if step.inplace:
-            self.present[step.at + 1], self.present[first] = self.present[first], 0
-        self._add(new, self._workspace(step))
-
-    def _grad(self, step: Instruction) -> None:
-        node, areas = self.nodes[step.at], self.areas
-        passes_on = node.op == "add" or (node.op == "relu" and step.inplace)
-        joins = {v: join for v, join in zip(node.inputs, step.joins, strict=True) if join}
-        own = {v: (step.at, self.shapes[v].nbytes) for v in joins}
-        if node.op == "norm" and step.inplace:  # the gradient takes the memory of the input
-            self._add(-self.present[node.inputs[0]])
-            self.present[node.inputs[0]] = 0
-        new = dict.fromkeys(joins, areas[step.at + 1]) if passes_on else own
-        self.gradients = sum(n for _, n in {*areas.values(), *new.values()})
-        self._add(sum(p.nbytes for p in node.params if p.requires_grad), self._workspace(step))
-        del areas[step.at + 1]
-        areas.update({v: own[v] if join == "fresh" else new[v] for v, join in joins.items()})
-        self.gradients = sum(n for _, n in {*areas.values()})
-        self._add(0)
+                if node.op == "norm" and shares:  # the gradient takes the memory of the input
+                    live -= present[first]
+                    present[first] = 0
+                arrived, passes_on = areas.pop(step.at + 1), node.op == "add" or (node.op == "relu" and shares)
+                joins = {v: join for v, join in zip(node.inputs, step.joins, strict=True) if join}
+                own = {v: (step.at, self.shapes[v].nbytes) for v in joins}
+                new = dict.fromkeys(joins, arrived) if passes_on else own
+                live += sum(p.nbytes for p in node.params if p.requires_grad)
+                gradients = sum(n for _, n in {arrived, *areas.values(), *new.values()})
+                peak = max(peak, live + gradients + workspace)
+                areas |= {v: own[v] if join == "fresh" else new[v] for v, join in joins.items()}
+                gradients = sum(n for _, n in {*areas.values()})
+                peak = max(peak, live + gradients)
+            live -= sum(present.pop(v, 0) for v in step.frees)
+        return peak
 
     def _workspace(self, step: Instruction) -> int:
         """Temporary bytes of a step."""

@@ -12,15 +12,7 @@ from torch import Tensor
 from kasoku.core import InputError, Job
 from kasoku.core.backward_updates import LIMIT
 from kasoku.memory.graph import LayerGraph
-from kasoku.memory.inspection import (
-    CallLog,
-    LayerProxy,
-    chains_of,
-    memory_of,
-    record_forward,
-    tensors_in,
-    without_side_effects,
-)
+from kasoku.memory.inspection import CallLog, LayerProxy, chains_of, memory_of, record_forward
 from kasoku.memory.large_linear import LinearInBackward
 from kasoku.memory.memory_model import ChainSetting, work_of
 from kasoku.memory.ops import Numerics
@@ -46,7 +38,7 @@ class InspectedNetwork:
     """The record of a forward of a job's network on the first images of a batch, scaled to the batch.
 
     Args:
-        how: whether recomputation is exact, and values may be held in bf16; precision is read from the forward.
+        how: whether recomputation is exact; precision is read from the forward.
         gradients_freed: gradients are freed as they arrive.
         linears: layers whose weights may have no gradient of their own.
 
@@ -54,7 +46,6 @@ class InspectedNetwork:
         units: of all chains, in order.
         choices: for each run of up to four units, the programs to choose from.
         outside: bytes outside the units; `plain_outside`: the same if gradients stay until the step.
-        optimizer_bytes: that the optimizer keeps, or will keep after its first step.
 
     Raises:
         InputError: if no convolution can be planned, or the network returns no tensor.
@@ -71,12 +62,10 @@ class InspectedNetwork:
         linears: Sequence[LinearInBackward] = (),
     ) -> None:
         self.job, self.proxies, self.batch = job, proxies, len(x)
-        self.optimizer_bytes = optimizer_bytes(job)
         for linear in linears:
             linear.calls = 0
         images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
         log = record_forward(job.model, proxies, images)
-        self.outputs = log.outputs
         try:
             self.units, self.choices = _units_and_choices(log, images, len(x), how)
         finally:
@@ -89,9 +78,9 @@ class InspectedNetwork:
         kept = round(kept * len(x) / len(images))
         learning = [p for p in job.model.parameters() if p.requires_grad]
         tensors = [*job.model.parameters(), *job.model.buffers()]
-        fixed = sum(t.nbytes for t in tensors) + x.nbytes + self.optimizer_bytes
+        fixed = sum(t.nbytes for t in tensors) + x.nbytes + optimizer_bytes(job)
         inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
-        updating = [linear for linear in linears if linear.calls == 1 and linear.usable]
+        updating = [linear for linear in linears if linear.calls == 2 and linear.usable]
         factors = {linear.layer.weight: linear.bytes_in_flight(linear.rows * len(x)) for linear in updating}
         if job.comm.size > 1:
             factors = {p: n for p, n in factors.items() if n}
@@ -160,44 +149,20 @@ class InspectedNetwork:
 
     def put(self, plan: MemoryPlan) -> None:
         for proxy in self.proxies:
-            proxy.reset()
+            proxy.segment, proxy.following, proxy.within = None, [], None
         for choice in plan.choices:
             layers, how = self._layers_of(choice), self.units[choice.first].how
-            leader, name = layers[0], f"{layers[0].name} to {layers[-1].name}"
-            leader.segment = Segment(choice.program, how, choice.chunk, name, leader.module)
-            leader.following = layers[1:]
-            for proxy in leader.following:
-                proxy.leader = leader
+            name = f"{layers[0].name} to {layers[-1].name}"
+            layers[0].segment = Segment(choice.program, how, choice.chunk, name, layers[0].module)
+            for i, proxy in enumerate(layers):
+                proxy.following = layers[i + 1 :]
 
     def _layers_of(self, choice: SegmentChoice) -> list[LayerProxy]:
         return [proxy for unit in self.units[choice.first : choice.last + 1] for proxy in unit.proxies]
 
-    def check(self, x: Tensor) -> None:
-        """Runs the planned network with NaN within segments. Raises InputError if its outputs change."""
-        reads = f"the forward of {type(self.job.model).__name__} reads a tensor between two of its layers"
-        refused = InputError(f"SavedMemory: {reads}: put these layers into a block of their own")
-        tolerance = 2e-2 if any(unit.how.half is not None for unit in self.units) else 1e-3
-        for proxy in self.proxies:
-            proxy.checking = True
-        try:
-            with without_side_effects(self.job.model, x):
-                images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
-                outputs = tensors_in(self.job.model.forward(images))
-            torch.testing.assert_close(outputs, self.outputs, rtol=tolerance, atol=tolerance, check_dtype=False)
-            nan = [proxy.output_ref for proxy in self.proxies if proxy.following]
-            nan_is_held = any(ref is not None and ref() is not None for ref in nan)
-        except (AssertionError, RuntimeError, ValueError) as e:  # the NaN has the shape of the segment's output
-            raise refused from e
-        finally:
-            for proxy in self.proxies:
-                proxy.checking, proxy.waiting, proxy.real_output = False, [], None
-        if nan_is_held:
-            raise refused
-
     def longer(self, plan: MemoryPlan) -> float:
         """The predicted time that a plan adds, as a fraction of a step."""
-        work = plan.work + sum(choice.need.rounding for choice in plan.choices)
-        return work / (3 * sum(unit.work for unit in self.units) or 1)
+        return plan.work / (3 * sum(unit.work for unit in self.units) or 1)
 
     def table(self, plan: MemoryPlan) -> str:
         """The kept bytes of each segment before and after, the predicted peak and the predicted time."""
@@ -210,9 +175,8 @@ class InspectedNetwork:
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
         plain = sum(unit.plain for unit in self.units)
         kept = plan.kept - self.outside.head_kept
-        lossy = " in bf16 (lossy)" if any(unit.how.bf16 for unit in self.units) else ""
         head = (
-            f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)}{lossy} instead of {_mib(plain)}; "
+            f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)} instead of {_mib(plain)}; "
             f"predicted peak {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
             f"time +{100 * self.longer(plan):.1f} %"
         )
@@ -226,10 +190,10 @@ def _units_and_choices(
     units: list[ChainUnit] = []
     choices: list[SegmentChoice] = []
     scale = batch / len(images)
-    chains = [calls for calls in chains_of(log) if calls[0].x.ndim == 4 and len(calls[0].x) == len(images)]
-    planned = {call.proxy for calls in chains for call in calls}
-    for calls in chains:
-        x, reads_batch = calls[0].x, memory_of(calls[0].x) == memory_of(images)
+    for calls in chains_of(log):
+        x = calls[0].x
+        if x.ndim != 4 or len(x) != len(images):
+            continue
         nodes = [node for call in calls for node in call.proxy.graph.nodes]
         tensors = [x, *(node.layer.weight for node in nodes if node.op == "conv")]
         setting = ChainSetting(
@@ -238,8 +202,7 @@ def _units_and_choices(
             replace(how, half=calls[0].half),
             any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors),
             x.device.type,
-            reads_batch,
-            (reads_batch or log.is_kept_outside(x, planned), log.is_kept_outside(calls[-1].out, planned)),
+            memory_of(x) == memory_of(images),
         )
         parts: list[list[LayerProxy]] = []  # the chain, cut before every layer with a convolution
         for call in calls:
@@ -250,7 +213,7 @@ def _units_and_choices(
         offset = len(units)
         for choice in segment_choices(graphs, setting):
             choices.append(replace(choice, first=choice.first + offset, last=choice.last + offset))
-        own = replace(setting, how=replace(setting.how, bf16=False))
+        own = setting
         for part, graph in zip(parts, graphs, strict=True):
             full = next(segment_choices([graph], own))
             shapes = full.program.graph.shapes(own.images, own.how.half)
@@ -274,14 +237,14 @@ def _bytes_in_flight(job: Job, params: Sequence[Tensor], factors: Mapping[Tensor
 
 
 def optimizer_bytes(job: Job) -> int:
-    """Bytes that the optimizer keeps for its parameters, now or after its first step."""
+    """Bytes that the optimizer keeps for its parameters, now or after its first step, besides counts of steps."""
     total = 0
     for group in job.optimizer.param_groups:
         two = any(k in group for k in ("betas", "etas", "rho"))  # Adam and its kin, Rprop, Adadelta
         one = any(k in group for k in ("alpha", "lr_decay"))  # RMSprop and ASGD, Adagrad
         tensors = 2 * two + one + sum(bool(group.get(k)) for k in ("amsgrad", "centered", "momentum"))
         for p in group["params"]:
-            state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
+            state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor) and t.ndim]
             total += sum(state) if state else tensors * p.nbytes
     return total
 

@@ -23,7 +23,6 @@ class Numerics:
 
     half: torch.dtype | None = None  # the type in which autocast computes convolutions; None: no autocast
     exact: bool = False  # recomputation uses the same kernel as forward, not a faster one with another rounding
-    bf16: bool = False  # values are held in bf16 between forward and backward
 
 
 class MaxPositions(NamedTuple):
@@ -34,32 +33,29 @@ class MaxPositions(NamedTuple):
     stride: tuple[int, ...]  # of the positions
 
 
-def compute(node: GraphNode, inputs: list[Tensor], *, how: Numerics, inplace: bool = False) -> tuple[Tensor, Any]:
-    """The node's value, and what its backward needs besides values: statistics of its groups, MaxPositions or None."""
+def compute(
+    node: GraphNode, inputs: list[Tensor], extra: Any = None, *, how: Numerics, inplace: bool = False
+) -> tuple[Tensor, Any]:
+    """The node's value, and what its backward needs besides values: statistics of its groups, MaxPositions or None.
+
+    `extra`: of an earlier time. The value is then computed once more, and the layer does not change.
+    """
     x, layer = inputs[0], node.layer
     if node.op == "pool":
-        return pool(layer, x)
+        return pool(layer, x) if extra is None else (_run_layer(layer, x), extra)
     if node.op == "norm":
-        return norms.compute(node, x)
-    return recompute(node, inputs, None, how=how, inplace=inplace), None
-
-
-def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numerics, inplace: bool = False) -> Tensor:
-    """The node's value once more; its layer does not change. `extra`: from `compute`."""
-    x, layer = inputs[0], node.layer
+        return norms.compute(node, x) if extra is None else (norms.recompute(node, x, extra, exact=how.exact), extra)
     if node.op == "conv":
         x, weight, bias = (_cast(t, how.half) for t in (x, layer.weight, layer.bias))
-        return functional.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
-    if node.op == "norm":
-        return norms.recompute(node, x, extra, exact=how.exact)
-    if node.op == "relu":
-        return x.relu_() if inplace else x.relu()
-    if node.op == "add":
+        out = functional.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+    elif node.op == "relu":
+        out = x.relu_() if inplace else x.relu()
+    elif node.op == "add":
         inplace = inplace and torch.promote_types(x.dtype, inputs[1].dtype) is x.dtype
-        return x.add_(inputs[1]) if inplace else x + inputs[1]
-    if node.op == "pool":
-        return functional.max_pool2d(x, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
-    return _run_layer(layer, x)
+        out = x.add_(inputs[1]) if inplace else x + inputs[1]
+    else:
+        out = _run_layer(layer, x)
+    return out, None
 
 
 def gradients(

@@ -37,22 +37,15 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
             may take a little more than predicted. Not included: the interpreter, and other techniques' copies (EMA's
             averages).
         lossless: only remedies that change no bit of any gradient.
-        bf16: hold all values of more than 16 bits in bf16 from forward to backward, whatever the budget: lossy. Outputs
-            and statistics do not change, gradients do (see Maths). Tensors that the network's own Python holds
-            (features for later) keep their type, and are not predicted.
         in_backward: update each parameter as its gradient arrives, or its mean over ranks (Overlap), and free it. If a
             technique needs all gradients at once (Clip, LossScale), or AllReduce averages them, they are kept; a line
             says so.
         show: print the plan.
 
     Saves: memory: the values kept for backward, to half or less, and the gradients.
-    Costs: the time of recomputation, rounding and conversion, which the plan predicts. On several ranks no bucket waits
-        for the next forward, and a large Linear's mean gradient is equal on all ranks on equal hardware only.
-    Maths: the same gradients; bit for bit if lossless, else sums in another order. With bf16 the relative error (norm
-        of the difference over the norm, all weights together, on small random networks) is less than 1e-2 if values are
-        kept; less than 0.1 if layers are recomputed, as a ReLU of rounded values may switch near 0; parts of the batch
-        add nothing. The median of the worst weight's error is 1e-3. A BatchNorm loses most if the mean of its input is
-        many times its spread; values below 1e-40 become 0.
+    Costs: the time of recomputation, which the plan predicts. On several ranks no bucket waits for the next forward,
+        and a large Linear's mean gradient is equal on all ranks on equal hardware only.
+    Maths: the same gradients; bit for bit if lossless, else sums in another order.
     Ref: [003]; Chen et al. 2016 (arXiv 1604.06174); Jain et al. 2018 (Gist); Bulo et al. 2018 (arXiv 1712.02616); Xie
         et al. 2015 (arXiv 1511.05617).
     """
@@ -60,7 +53,6 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
     factor: float = 0.0
     budget: str = ""
     lossless: bool = False
-    bf16: bool = False
     in_backward: bool = True
     show: bool = True
 
@@ -69,8 +61,6 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
             raise InputError(f'factor={self.factor:g} with budget="{self.budget}": one of them')
         if self.factor and self.factor < 1:
             raise InputError(f"factor={self.factor:g}: at least 1, times the batch of plain PyTorch")
-        if self.lossless and self.bf16:
-            raise InputError("lossless=True with bf16=True: one of them, since what is held in bf16 is rounded")
         if self.budget and bytes_of(self.budget) < 1:
             raise InputError(f'budget="{self.budget}": at least 1 byte; leave it out for factor = 2')
 
@@ -105,32 +95,27 @@ class Planner(BoundToModel):
         self.network: InspectedNetwork | None = None  # the last inspection
         self.plan: MemoryPlan | None = None  # from that inspection
         self._key: Any = None
-        self._checked_optimizer = False
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        if model is not self.job.model:
-            return  # a deep copy
-        for proxy in self.proxies:
-            proxy.waiting = []
-        if not model.training or not torch.is_grad_enabled():
-            return
+        if model is not self.job.model or not model.training or not torch.is_grad_enabled():
+            return  # a deep copy, or an evaluation
         self.updates.before_forward()
         for proxy in self.proxies:
             proxy.check_forward()
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise InputError("SavedMemory: the model takes one tensor of images, no more")
         batch, key = len(args[0]), self._key_of(args[0])
-        if self._key is not None and key == self._key[1] and batch <= self._key[0] and not self._optimizer_grew():
+        if self._key is not None and key == self._key[1] and batch <= self._key[0]:
             return
         with torch.compiler.set_stance("force_eager"):  # a block that is met in an inspection would never be compiled
             self._make_plan(args[0])
         self._key = batch, key
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        """Raises InputError if a segment has run and one of its layers was not called."""
+        """Raises InputError if the output of a layer within a segment is still held by other code."""
         for proxy in self.proxies if model is self.job.model else ():
-            if proxy.waiting:
-                raise proxy.order_changed()
+            if proxy.within is not None and proxy.within() is not None:
+                raise proxy.read_elsewhere()
 
     def _key_of(self, x: Tensor) -> tuple[Any, ...]:
         """The inputs of a plan besides the size of the batch, for which a larger batch's plan will do."""
@@ -142,26 +127,16 @@ class Planner(BoundToModel):
         hooked = tuple(proxy.hooked for proxy in self.proxies)
         linears = tuple(linear.usable for linear in self.linears)
         steps = (self.job.needs_whole_gradients, self.job.accumulate, self.updates.active(), linears)
-        return images, modes, learns, hooked, steps
-
-    def _optimizer_grew(self) -> bool:
-        """Whether the optimizer keeps more than predicted; checked once, after the first step."""
-        if self._checked_optimizer or not self.job.steps or self.network is None:
-            return False
-        self._checked_optimizer = True
-        return optimizer_bytes(self.job) > 1.01 * self.network.optimizer_bytes
+        return images, modes, learns, hooked, steps, optimizer_bytes(self.job)
 
     def _make_plan(self, x: Tensor) -> None:
-        how = Numerics(exact=self.settings.lossless, bf16=self.settings.bf16)
-        network = InspectedNetwork(
-            self.job, self.proxies, x, how=how, gradients_freed=self.updates.active(), linears=self.linears
-        )
+        how, freed = Numerics(exact=self.settings.lossless), self.updates.active()
+        network = InspectedNetwork(self.job, self.proxies, x, how=how, gradients_freed=freed, linears=self.linears)
         if self.settings.budget:
             plan = network.choose(bytes_of(self.settings.budget), share=BUDGET_SHARE)
         else:
             plan = network.choose_for(self.settings.factor or 2.0)
         network.put(plan)
-        network.check(x)
         self.network, self.plan = network, plan
         if self.settings.show and self.job.comm.rank == 0:
             print(f"kasoku: {network.table(plan)}", flush=True)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from kasoku.memory.graph import LayerGraph
 from kasoku.memory.memory_model import ChainSetting, MemoryNeed, memory_need
-from kasoku.memory.segment import Program, build_program, norms_in_place
+from kasoku.memory.norms import group_sizes
+from kasoku.memory.segment import Program, build_program
 
 _LONGEST = 4  # units in a segment
 _CHUNK = 4  # images at a time
@@ -59,14 +60,13 @@ def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Itera
         graph = LayerGraph(())
         for last in range(first, min(first + _LONGEST, len(units))):
             graph = graph.then(units[last])
-            begins, ends = first == 0, last == len(units) - 1
+            begins = first == 0
             own = replace(
                 setting,
                 images=shapes[first],
                 image_gradient=setting.image_gradient or not begins,
                 reads_batch=setting.reads_batch and begins,
-                ends_chain=ends,
-                held_elsewhere=(begins and setting.held_elsewhere[0], ends and setting.held_elsewhere[1]),
+                ends_chain=last == len(units) - 1,
             )
             yield from _choices_for(graph.pooled_first(), own, (first, last))
 
@@ -75,17 +75,17 @@ def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int
     """The programs for the units from the first to the last."""
     shapes = graph.shapes(setting.images, setting.how.half)
     batch, how = setting.images.shape[0], setting.how
-    elsewhere = {v for v, held in zip((0, graph.out), setting.held_elsewhere, strict=True) if held}
-    bf16 = {v for v, shape in enumerate(shapes) if how.bf16 and shape.dtype.itemsize > 2} - elsewhere
     whole_batch = how.exact or any(node.uses_batch_statistics for node in graph.nodes)
     chunks = [0] if whole_batch or batch <= _CHUNK else [0, _CHUNK]
     seen = set()
+    # not beside a norm whose group spans ranks
+    over_inputs = not how.exact and all(group_sizes(node.layer, batch) for node in graph.nodes if node.op == "norm")
     for remedy, kept in _remedies(graph, setting.image_gradient):
-        program = build_program(graph, kept, input_gradient=setting.image_gradient, bf16=frozenset(bf16))
+        program = build_program(graph, kept, setting.image_gradient)
         if (program.kept, program.backward) in seen:
             continue
         seen.add((program.kept, program.backward))
-        over = program if how.exact else norms_in_place(program, batch)
+        over = build_program(graph, kept, setting.image_gradient, over_inputs=True) if over_inputs else program
         for chunk in chunks:
             parts = f", {chunk} images at a time" if chunk else ""
             need = memory_need(program, shapes, setting, chunk)
@@ -97,7 +97,7 @@ def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int
 
 def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, frozenset[int]]]:
     """(name, the kept values), the most kept values first."""
-    full = build_program(graph, range(graph.out + 1), input_gradient=input_gradient).kept
+    full = build_program(graph, range(graph.out + 1), input_gradient).kept
     ends = full & {0, graph.out}
 
     def follows_cheaply(v: int) -> bool:
