@@ -76,7 +76,6 @@ class TestReducers(ReducerContracts):
         ReducerRow(Mean()),
         ReducerRow(Wire(), tolerance=2**-8),
         ReducerRow(Wire("fp16"), tolerance=2**-11),
-        ReducerRow(Wire(sums="wire"), tolerance=2**-7),
         ReducerRow(LowRank(min_elements=100), tolerance=1.0),
         ReducerRow(Hierarchical(2), ranks=4),
         ReducerRow(Hierarchical(2, Wire()), tolerance=2**-8, ranks=4),

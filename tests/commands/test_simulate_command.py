@@ -273,19 +273,22 @@ def test_what_these_times_are_not_of_is_told(
 
 
 @pytest.mark.parametrize(
-    ("precision", "wire", "late"),
+    ("precision", "reducer", "late"),
     [
-        ("auto", "", True),
-        ("bf16", "wire", True),
-        ("fp16", "fp32", True),
-        ("fp16", "wire", False),
-        ("auto", "wire", False),
+        ("auto", "Mean", True),
+        ("bf16", "LowRank", True),
+        ("fp16", "Wire", True),
+        ("fp16", "LowRank", False),
+        ("auto", "LowRank", False),
     ],
 )
-def test_loss_scaling_waits_for_all_groups_only_if_the_wire_may_overflow(precision: str, wire: str, late: bool) -> None:
-    graded, reducer = "kasoku.distributed.Graded", f"{{use='kasoku.distributed.Wire', dtype='fp16', sums='{wire}'}}"
-    more = f", reducer={reducer}" if wire else ""
-    overlap = f"techniques=[{{use='kasoku.distributed.Overlap', buckets={{use='{graded}'}}{more}}}]"
+def test_loss_scaling_waits_for_all_groups_only_if_the_mean_may_overflow(
+    precision: str, reducer: str, late: bool
+) -> None:
+    dtype = ", dtype='fp16'" if reducer == "Wire" else ""
+    settings = "buckets={use='kasoku.distributed.Graded'}, "
+    settings += f"reducer={{use='kasoku.distributed.{reducer}'{dtype}}}"
+    overlap = f"techniques=[{{use='kasoku.distributed.Overlap', {settings}}}]"
     recipe = load_recipe(RECORD, [overlap, f"device.precision={precision}"])
     assert scenario(recipe, load("abci")).step(2048).inputs.late == late  # auto is fp16 on V100
 

@@ -199,7 +199,7 @@ def test_parameters_without_a_gradient_are_skipped_beside_it() -> None:
 
 @pytest.mark.parametrize(
     ("reducer", "late"),
-    [(Mean(), True), (Wire(), True), (Wire("fp16"), True), (Wire("fp16", sums="wire"), False), (LowRank(), False),
+    [(Mean(), True), (Wire(), True), (Wire("fp16"), True), (LowRank(), False),
      (Hierarchical(node=1, across=Wire()), True), (Hierarchical(node=1, across=LowRank()), False)],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
@@ -221,7 +221,7 @@ def test_updates_wait_only_where_a_reducer_may_overflow(
 
 @pytest.mark.parametrize(
     "reducer",
-    [Mean(), Wire(), Wire("fp16"), Wire(sums="wire"), Hierarchical(node=2), Hierarchical(node=2, across=Wire("fp16"))],
+    [Mean(), Wire(), Wire("fp16"), Hierarchical(node=2), Hierarchical(node=2, across=Wire("fp16"))],
     ids=lambda value: str(value)[:60],
 )
 def test_gradients_up_to_the_largest_have_a_finite_mean(reducer: Reducer) -> None:

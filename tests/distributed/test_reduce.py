@@ -24,9 +24,8 @@ from kasoku.distributed.ddp.compression import Hierarchical, LowRank, Mean, Redu
 from kasoku.distributed.environment import place, ranks_on_host
 
 LENGTHS = (4096, 3001, 5, 1)
-PLAIN = Wire(sums="wire")
 LOW = LowRank(min_elements=100)
-ALL = [Mean(), Wire(), Wire("fp16"), Wire(feedback=False), PLAIN, LOW, Hierarchical(2), Hierarchical(2, Wire())]
+ALL = [Mean(), Wire(), Wire("fp16"), Wire(feedback=False), LOW, Hierarchical(2), Hierarchical(2, Wire())]
 
 
 PROCESSES = pytest.param("processes", marks=pytest.mark.process)
@@ -122,7 +121,6 @@ def gap(size: int, where: str, reducer: Reducer, count: int = 50, n: int = 2000)
 def test_feedback_gives_later_what_rounding_took(where: str, size: int):
     assert gap(size, where, Wire()) < 1e-4
     assert gap(size, where, Wire(feedback=False)) > 1.5e-3
-    assert 1e-3 < gap(size, where, PLAIN) < 2e-3  # its additions round too, and no feedback sees that
 
 
 def ones(comm: Comm, reducer: Reducer) -> float:
@@ -133,7 +131,6 @@ def ones(comm: Comm, reducer: Reducer) -> float:
 
 def test_on_many_ranks_sums_are_taken_in_fp32():
     """In bf16 256 + 1 = 256."""
-    assert on_ranks("threads", 512, ones, PLAIN)[0] == 0.5
     assert on_ranks("threads", 512, ones, Wire())[0] == 1.0
 
 
@@ -148,7 +145,7 @@ def overflowing(comm: Comm, reducer: Reducer, bad: float) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("reducer", [Wire("fp16"), Wire("fp16", sums="wire"), Wire(), PLAIN, LOW], ids=str)
+@pytest.mark.parametrize("reducer", [Wire("fp16"), Wire(), LOW], ids=str)
 @pytest.mark.parametrize("bad", [1e7, float("inf"), float("nan")])
 def test_what_is_not_finite_comes_through_and_is_forgotten(reducer: Reducer, bad: float):
     if bad == 1e7 and getattr(reducer, "dtype", "") != "fp16":
@@ -168,7 +165,7 @@ def test_fp16_sums_stay_in_range():
         reducer.bind(comm)("x", x).wait()
         return float(x[0])
 
-    for reducer in (Wire("fp16"), Wire("fp16", sums="wire"), Wire("fp16", feedback=False)):
+    for reducer in (Wire("fp16"), Wire("fp16", feedback=False)):
         assert on_ranks("threads", 4, large, reducer) == [60_000.0] * 4
 
 
@@ -313,7 +310,7 @@ def test_the_order_of_waiting_does_not_matter(where: str):
 
 
 def test_a_key_whose_length_changes_starts_afresh():
-    for reducer in (PLAIN, LOW):
+    for reducer in (Wire(), LOW):
         used, fresh = reducer.bind(Solo()), reducer.bind(Solo())
         used("x", gradient(0, 0, 500)).wait()
         x, y = gradient(0, 1, 300), gradient(0, 1, 300)
@@ -330,7 +327,7 @@ def forgetful(comm: Comm, reducer: Reducer) -> list[Any]:
 
 
 def test_an_empty_state_forgets_all():
-    for reducer in (Wire(), PLAIN, LOW, Hierarchical(2, Wire())):
+    for reducer in (Wire(), LOW, Hierarchical(2, Wire())):
         for first, second in on_ranks("threads", 4, forgetful, reducer):
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), reducer
 
@@ -415,7 +412,6 @@ def test_settings_are_plain_toml():
     ("make", "message"),
     [
         (lambda: Wire("int8"), 'dtype="int8": "bf16" or "fp16"'),  # type: ignore[arg-type]
-        (lambda: Wire(sums="bf16"), 'sums="bf16": "fp32" or "wire"'),  # type: ignore[arg-type]
         (lambda: LowRank(0), "rank=0, min_elements=16384: at least 1 column"),
         (lambda: Hierarchical(-1), "node=-1: give the number of ranks on each node, or 0"),
     ],

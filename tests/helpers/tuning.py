@@ -31,7 +31,7 @@ optimizer = {lr = 0.2}
 """
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **more: object) -> list[dict[str, object]]:
+def planted(monkeypatch: pytest.MonkeyPatch, batch: int, **more: object) -> list[dict[str, object]]:
     """Has tuning find this batch at once; gives what it was asked for."""
     asked: list[dict[str, object]] = []
 
@@ -39,7 +39,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **mo
         asked.append({"strategy": strategy, "accumulate": job.accumulate, **given})
         samples = (
             Measurement(8, failed="out of memory"),
-            Measurement(batch, 0.01, 0.009, 0.011, 0.001, 0.8, 100.0, parts=parts),
+            Measurement(batch, 0.01, 0.009, 0.011, 0.001, 0.8, 100.0),
         )
         return BatchSizeResult(batch, samples, "as planted", 0.5, strategy="TimeToTarget", budget_s=60.0, **more)
 

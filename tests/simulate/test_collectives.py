@@ -14,8 +14,7 @@ from kasoku.core import InputError
 from kasoku.distributed import Hierarchical
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks, load
-from kasoku.simulate.collectives import AlgorithmCost
-from kasoku.simulate.compressed import link
+from kasoku.simulate.collectives import AlgorithmCost, link
 
 A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
 A_IN, B_IN = 1e-6, 100e9  # the same within a node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,6 @@ from kasoku.models import cifar_resnet18
 from kasoku.optim import sgd
 from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, load, model_costs
 from kasoku.simulate import collectives as allreduce
-from kasoku.simulate import compressed as reducing
 from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
 
 MIB = 2**20
@@ -74,7 +72,7 @@ def engine_of(comm: SimComm, units: Any, overlap: Overlap) -> tuple[Job, Any]:
     ("policy", "reducer"),
     covering(
         [OneBucket(), Graded(), Fixed(MIB, MIB // 4), Fixed(), PerLayer()],
-        [Mean(), Wire(), Wire("fp16", sums="wire"), Hierarchical(8), Hierarchical(8, Wire())],
+        [Mean(), Wire(), Hierarchical(8), Hierarchical(8, Wire())],
         together=1,
     ),
 )
@@ -93,58 +91,22 @@ def test_groups_planned_by_what_is_sent_would_be_others(net: ModelCosts) -> None
         assert sum(own.sizes()) == 2 * sum(sent.sizes())
 
 
-@pytest.mark.parametrize(
-    ("policy", "next_forward"), covering([Graded(), Fixed(MIB, MIB // 4), PerLayer()], [False, True], together=1)
-)
-def test_the_engine_sends_half_the_bytes_at_the_same_moments(
-    policy: Policy, next_forward: bool, net: ModelCosts
-) -> None:
-    reducer = Wire(sums="wire")
-    step = Simulator(slow(), net, Sharing(policy, next_forward, reducer=reducer)).step(GPUS, GPUS * 200)
-    comm = SimComm(GPUS, allreduce.link(slow(), GPUS))
-    job, engine = engine_of(comm, step.inputs.units, Overlap(policy, next_forward=next_forward, reducer=reducer))
-    begins, sent_before = [], 0
-    for _ in range(4):
-        begins.append(job.clock.now())
-        sent_before = len(engine.comm.sent)
-        job.loss(job.model(torch.zeros((1, 3, 32, 32), device="meta", requires_grad=True)), torch.zeros(1)).backward()
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-    ours = [span for span in step.inputs.forecast(timeline=True).spans if span.kind == "transfer"]
-    theirs = engine.comm.sent[sent_before:]
-    assert [2 * size for _, size, _, _ in theirs] == [span.bytes for span in ours]
-    first, zero = theirs[0][2], ours[0].start
-    assert [start - first for _, _, start, _ in theirs] == pytest.approx([s.start - zero for s in ours], abs=1e-9)
-    periods = [b - a for a, b in itertools.pairwise(begins)][1:]
-    assert sum(periods) / len(periods) == pytest.approx(step.step_s, rel=1e-9)
-    assert step.exposed_s > 0
-
-
-def test_a_search_is_that_of_fp32_gradients_over_a_link_that_halves_them(net: ModelCosts) -> None:
+def test_a_search_is_that_of_fp32_gradients_over_the_link_of_wire(net: ModelCosts) -> None:
     linear = replace(slow(), protocols=("Simple",), node=ClusterNode(GPUS, 0.5, 1, 0.5))  # in a node, only rings
-    sharing = Sharing(Planned(), next_forward=True, reducer=Wire(sums="wire"))
+    sharing = Sharing(Planned(), next_forward=True, reducer=Wire())
     course = Simulator(linear, net, sharing).step(GPUS, GPUS * 200).inputs
-    ((_, one),) = allreduce.link(linear, GPUS).choices
-    twice = LinkModel(one.latency_s, 2 * one.bytes_per_s)
-    plan, seen, late = search(course.units, net.tensors, twice, next_forward=True)
+    ((_, half),) = allreduce.link(linear, GPUS, Wire()).choices
+    plan, seen, late = search(course.units, net.tensors, half, next_forward=True)
     assert (course.plan.buckets, course.plan.order, course.late) == (plan.buckets, plan.order, late)
     assert course.forecast().step_s == pytest.approx(seen.step_s, rel=1e-9)
 
 
-def test_sixteen_bits_are_half_of_the_bytes_and_all_of_the_messages() -> None:
-    cluster = ideal(8, 4)
-    plain, wire = (reducing.link(cluster, 32, reducer) for reducer in (Mean(), Wire(sums="wire")))
-    assert wire.seconds(2 * N_BYTES) == pytest.approx(plain.seconds(N_BYTES), rel=1e-12)
-    assert wire.seconds(0) == plain.seconds(0) > 0
-    assert wire.choice(2 * N_BYTES) == plain.choice(N_BYTES)
-
-
-@pytest.mark.parametrize(("node", "across", "share"), [(4, Mean(), 1.0), (0, Mean(), 1.0), (4, Wire(sums="wire"), 0.5)])
-def test_only_what_crosses_nodes_is_in_fewer_bits(node: int, across: Reducer, share: float) -> None:
+@pytest.mark.parametrize("node", [4, 0])
+def test_between_nodes_a_mean_takes_rings_of_its_parts(node: int) -> None:
     nodes, g = 8, 4
-    seen = reducing.link(ideal(nodes, g), nodes * g, Hierarchical(node, across))
+    seen = allreduce.link(ideal(nodes, g), nodes * g, Hierarchical(node))
     inside = (g - 1) * 1e-6 + (g - 1) / g * N_BYTES / 100e9
-    ring = 2 * (nodes - 1) * 5e-6 + 2 * (nodes - 1) / nodes * share * N_BYTES / g / 10e9
+    ring = 2 * (nodes - 1) * 5e-6 + 2 * (nodes - 1) / nodes * N_BYTES / g / 10e9
     assert seen.choices[0][1].seconds(N_BYTES) == pytest.approx(2 * inside + ring, rel=1e-12)
     assert seen.choice(N_BYTES).startswith("hierarchical, ")
 
@@ -153,31 +115,31 @@ def test_only_what_crosses_nodes_is_in_fewer_bits(node: int, across: Reducer, sh
 def test_sums_in_fp32_take_an_all_to_all_and_an_all_gather(nodes: int, g: int, nics: int) -> None:
     """Of n bytes in 16 bits a node sends g (p - g) / p n by the one, and (p - 1) / p n by the other."""
     cluster, p, half = ideal(nodes, g, nics), nodes * g, N_BYTES / 2
-    seen = reducing.link(cluster, p, Wire())
+    seen = allreduce.link(cluster, p, Wire())
     to_all = 5e-6 + g * (p - g) / p * half / nics / 10e9
     gather = (nodes - 1) * 5e-6 + (p - nodes) * 1e-6 + (p - 1) / p * half / nics / 10e9
     assert seen.seconds(N_BYTES) == pytest.approx(to_all + gather, rel=1e-12)
     assert seen.choice(N_BYTES) == "all-to-all and all-gather, plain"
     assert len(seen.choices) == 1  # there is no tree of them
-    one = reducing.link(cluster, p, Wire(sums="wire"))
-    assert (g == 1) == (seen.seconds(1e12) == pytest.approx(one.seconds(1e12), rel=1e-3))  # as many bytes a link
+    plain = allreduce.link(cluster, p)
+    assert (g == 1) == (seen.seconds(1e12) == pytest.approx(plain.seconds(0.5e12), rel=1e-3))  # as many bytes a link
 
 
 def test_within_a_node_sums_in_fp32_move_as_many_bytes_as_a_ring() -> None:
-    seen = reducing.link(ideal(2, 4), 4, Wire()).seconds(N_BYTES)
+    seen = allreduce.link(ideal(2, 4), 4, Wire()).seconds(N_BYTES)
     assert seen == pytest.approx((1 + 3) * 1e-6 + 2 * 3 / 4 * N_BYTES / 2 / 100e9, rel=1e-12)
 
 
 def test_sums_in_fp32_may_take_longer_than_no_compression() -> None:
     cluster = load("dgx-a100")
-    fp32, plain, wire = (reducing.link(cluster, 512, r).seconds(1e9) for r in (Wire(), Mean(), Wire(sums="wire")))
-    assert fp32 > plain > wire
+    fp32, plain = (allreduce.link(cluster, 512, reducer).seconds(1e9) for reducer in (Wire(), Mean()))
+    assert fp32 > plain
 
 
 @pytest.mark.parametrize(("node", "nics"), [(4, 4), (4, 2), (0, 4)])
 def test_between_nodes_sums_in_fp32_are_those_of_columns(node: int, nics: int) -> None:
     nodes, g = 8, 4
-    seen = reducing.link(ideal(nodes, g, nics), nodes * g, Hierarchical(node, Wire()))
+    seen = allreduce.link(ideal(nodes, g, nics), nodes * g, Hierarchical(node, Wire()))
     inside = (g - 1) * 1e-6 + (g - 1) / g * N_BYTES / 100e9
     across = 2 * (nodes - 1) / nodes * N_BYTES / 2 / nics / 10e9  # of g parts of a g-th, over so many NICs
     hops = (1 + nodes - 1) * 5e-6
@@ -187,7 +149,7 @@ def test_between_nodes_sums_in_fp32_are_those_of_columns(node: int, nics: int) -
 
 def test_nodes_of_several_machines_make_a_torus() -> None:
     cluster = ideal(16, 1)
-    seen = reducing.link(cluster, 16, Hierarchical(4))
+    seen = allreduce.link(cluster, 16, Hierarchical(4))
     row = 3 * 5e-6 + 3 / 4 * N_BYTES / 10e9
     column = 2 * 3 * 5e-6 + 2 * 3 / 4 * N_BYTES / 4 / 10e9
     assert seen.choices[0][1].seconds(N_BYTES) == pytest.approx(2 * row + column, rel=1e-12)
@@ -196,10 +158,10 @@ def test_nodes_of_several_machines_make_a_torus() -> None:
 
 def test_nodes_of_one_rank_or_of_all_ranks_are_no_hierarchy() -> None:
     one = ideal(8, 4)
-    assert reducing.link(one, 4, Hierarchical(0, Wire())) == reducing.link(one, 4, Mean())
-    assert reducing.link(one, 8, Hierarchical(8, Wire())) == reducing.link(one, 8, Mean())
-    assert reducing.link(one, 8, Hierarchical(1, Wire())) == reducing.link(one, 8, Wire())
-    assert reducing.link(one, 1, Hierarchical(4)).seconds(N_BYTES) == 0
+    assert allreduce.link(one, 4, Hierarchical(0, Wire())) == allreduce.link(one, 4, Mean())
+    assert allreduce.link(one, 8, Hierarchical(8, Wire())) == allreduce.link(one, 8, Mean())
+    assert allreduce.link(one, 8, Hierarchical(1, Wire())) == allreduce.link(one, 8, Wire())
+    assert allreduce.link(one, 1, Hierarchical(4)).seconds(N_BYTES) == 0
 
 
 class Sends(Solo):
@@ -235,7 +197,7 @@ def test_low_rank_takes_its_two_messages_and_its_passes_over_a_part(node: int) -
     n = node * 4.0 * side * side  # bytes of a chunk, of which each rank has a square part
     cluster = ideal(nodes, g)
     reducer = Hierarchical(node, LowRank()) if node > 1 else LowRank()
-    seen = reducing.link(cluster, nodes * g, reducer)
+    seen = allreduce.link(cluster, nodes * g, reducer)
     thin = 4 * 4 * side  # rank 4, in fp32
     if node > 1:
         inside = 2 * ((g - 1) * 1e-6 + (g - 1) / g * n / 100e9)
@@ -249,7 +211,7 @@ def test_low_rank_takes_its_two_messages_and_its_passes_over_a_part(node: int) -
     assert "low rank, " in seen.choice(n)
     small = 4.0 * 100 * node  # sent uncompressed: as Mean
     mean = Hierarchical(node) if node > 1 else Mean()
-    assert seen.seconds(small) == pytest.approx(reducing.link(cluster, nodes * g, mean).seconds(small), rel=0.2)
+    assert seen.seconds(small) == pytest.approx(allreduce.link(cluster, nodes * g, mean).seconds(small), rel=0.2)
     assert seen.sent(small) == [400]  # type: ignore[attr-defined]
 
 
@@ -266,5 +228,5 @@ def test_an_unknown_reducer_or_unequal_nodes_are_one_clear_line() -> None:
         (Hierarchical(3), "equal"),
     ):
         with pytest.raises(InputError, match=said) as caught:
-            reducing.link(ideal(8, 4), 8, reducer)
+            allreduce.link(ideal(8, 4), 8, reducer)
         assert "\n" not in str(caught.value)

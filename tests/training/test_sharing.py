@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts import Batches, Net, rule
+from contracts import Net
 from contracts import one_thread as one_thread
+from helpers.toy_images import image_job
 from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe, from_document
-from kasoku.core import Comm, Job, Solo, Threads
+from kasoku.core import Comm, Solo, Threads
 from kasoku.training.auto_batch import shares_row
 from kasoku.training.run_folder import shares_in
 from kasoku.training.trainer import build
@@ -50,8 +51,7 @@ class Napping(Net):
 def test_tuning_tells_the_speed_of_each_rank():
     def rank(comm: Comm) -> Any:
         model = Napping(0.003 if comm.rank else 0.001)
-        job = Job(model, rule, loader=Batches(rank=comm.rank, size=comm.size), comm=comm)
-        return tune_batch_size(job, Throughput(), least=16, most=32)
+        return tune_batch_size(image_job(model=model, comm=comm), Throughput(), least=16, most=32)
 
     found, other = Threads(2).run(rank)
     assert found.speeds == other.speeds
@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_the_shares_it_began_with(kept: str, shares: tuple[in
 
 
 def test_alone_there_is_no_speed_to_tell():
-    found = tune_batch_size(Job(Net(), rule, loader=Batches()), Throughput(), least=16, most=16)
+    found = tune_batch_size(image_job(), Throughput(), least=16, most=16)
     assert found.speeds == ()
 
 

@@ -1,7 +1,6 @@
 """Which sizes tuning tries of a recipe, on which ranks; and what it says of a rank that fails."""
 
 import json
-import re
 import tomllib
 from pathlib import Path
 
@@ -80,14 +79,6 @@ def test_without_its_points_the_rates_are_those_of_the_recipes_own_batch(small, 
     told = capsys.readouterr().out
     assert "--set batch=128 --set reference_batch=64" in told
     assert "x 2 (linear, from 64): optimizer.lr 0.2" in " ".join(told.split())
-
-
-def test_the_parts_in_which_a_size_was_measured_are_those_it_is_trained_in(small, monkeypatch, capsys):
-    planted(monkeypatch, 96, parts=3)
-    assert main(["tune", str(small), "--set", "norm_batch=16"]) == 0
-    settings = re.findall(r"--set (\S+)", capsys.readouterr().out)
-    assert settings == ["batch=96", "reference_batch=64", "accumulate=3"]
-    assert recipes.load(small, ["norm_batch=16", *settings]).parts(1) == 3
 
 
 # ---- before a training

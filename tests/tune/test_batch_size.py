@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from contracts import Batches, Net, assert_same, judged, make, rule, train, weights
+from contracts import Net, assert_same, make, rule, train, weights
 from helpers.planted import Hand, Slow
+from helpers.toy_images import image_job, judged
 from kasoku.core import Comm, DeadlockError, InputError, Job, Linear, Solo, Technique, Threads
-from kasoku.data import Augment, Mix, digits, loader
+from kasoku.data import Augment, Loader, Mix, digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.models import cifarnet
@@ -64,7 +65,7 @@ def test_a_training_goes_on_bit_for_bit_as_if_nothing_had_been_tried(name: str, 
     jobs = []
     for tries in (False, True):
         torch.manual_seed(7)
-        job = make(*SETS[name], accumulate=accumulate)
+        job = image_job(*SETS[name], accumulate=accumulate)
         train(job, 3)  # in mid-epoch
         if tries:
             before = random_states(), weights(job), job.hyper(), job.plain_loader.state_dict()
@@ -84,7 +85,7 @@ def test_it_may_be_called_before_the_first_step():
     jobs = []
     for tries in (False, True):
         torch.manual_seed(7)
-        job = make(EMA(decay=0.8), Seeded(3))
+        job = image_job(EMA(decay=0.8), Seeded(3))
         if tries:
             tuned(job)
             assert all(p.grad is None for p in job.model.parameters())
@@ -117,24 +118,10 @@ def test_the_order_of_the_data_stays():
         assert torch.equal(y, other_y)
 
 
-def test_a_torch_loader_draws_the_order_it_would_have_drawn():
-    images = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(4, (64,)))
-
-    def first(tries: bool) -> list[int]:
-        own = torch.Generator().manual_seed(5)
-        batches = torch.utils.data.DataLoader(images, batch_size=16, shuffle=True, generator=own)
-        job = Job(Net(), rule, loader=batches)
-        if tries:
-            assert tuned(job).batch <= 32
-        return [int(v) for _, y in job.loader for v in y]
-
-    assert first(True) == first(False)
-
-
-def slow_job(clock: Hand, cliff: int = 10**9, *, loader: Batches | None = None) -> Job:
+def slow_job(clock: Hand, cliff: int = 10**9) -> Job:
     """A step takes 4 ms whatever the batch, and 40 ms beyond a cliff."""
     model = Slow(clock, lambda images: 0.004 if images <= cliff else 0.04)
-    return Job(model, rule, loader=loader or Batches(), comm=Solo(clock))
+    return image_job(model=model, comm=Solo(clock))
 
 
 def test_throughput_finds_the_largest_where_steps_take_the_same():
@@ -149,25 +136,19 @@ def test_throughput_stays_below_a_cliff():
     assert tuned(slow_job(Hand(), cliff=32), Throughput(), most=64).batch == 32
 
 
-class SlowInput(Batches):
-    """16 images take 5 ms to come."""
-
-    def __init__(self, clock: Hand) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in super().__iter__():
-            self.clock.now_s += 0.005
-            yield batch
-
-
-def test_waiting_for_input_is_told_apart():
-    clock = Hand()
-    sample = tuned(slow_job(clock, loader=SlowInput(clock)), Throughput(), least=32, most=32).samples[0]
-    assert (sample.input_s, sample.step_s) == pytest.approx((0.010, 0.014))
+def test_waiting_for_input_is_told_apart(monkeypatch: pytest.MonkeyPatch):
     quick = tuned(slow_job(Hand()), Throughput(), least=32, most=32).samples[0]
     assert (quick.input_s, quick.step_s) == pytest.approx((0.0, 0.004))
+    clock, read = Hand(), Loader.__iter__
+
+    def slowly(batches: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in read(batches):
+            clock.now_s += 0.010
+            yield batch
+
+    monkeypatch.setattr(Loader, "__iter__", slowly)
+    sample = tuned(slow_job(clock), Throughput(), least=32, most=32).samples[0]
+    assert (sample.input_s, sample.step_s) == pytest.approx((0.010, 0.014))
 
 
 @pytest.mark.parametrize("strategy", [Throughput(), TimeToTarget(), EpochTimeMinimize(), GpuUsageMaximize()])
@@ -198,13 +179,13 @@ def test_the_noise_scale_is_measured_where_it_is_asked_for():
 
 
 def test_a_budget_too_short_gives_the_first_size_and_says_so():
-    found = tuned(make(), budget_s=1e-6)
+    found = tuned(image_job(), budget_s=1e-6)
     assert (found.batch, len(found.samples), found.in_time) == (8, 1, False)
     assert "time was over" in found.why
 
 
 def test_the_steps_of_a_copy_are_those_of_the_job():
-    job = make(ChannelsLast(), Autocast("bf16"), Overlap(), EMA(decay=0.5))
+    job = image_job(ChannelsLast(), Autocast("bf16"), Overlap(), EMA(decay=0.5))
     calls: list[int] = []
     sandbox = Sandbox(job)
     alone = sandbox.at(8)
@@ -220,7 +201,7 @@ def test_a_copy_has_hooks_of_the_user_and_none_of_techniques():
     calls: list[str] = []
     model = Net()
     model.head.register_forward_hook(lambda *_: calls.append("user"))
-    job = Job(model, rule, loader=Batches()).apply(VirtualRanks(norm_batch=8), Autocast("bf16"))
+    job = image_job(VirtualRanks(norm_batch=8), Autocast("bf16"), model=model)
     train(job, 1)
     calls.clear()
     other, optimizer = copy_of(job)
@@ -258,8 +239,7 @@ class Bounded(Net):
 
 def on_ranks(model: Callable[[int], nn.Module], *techniques: Technique, **more: Any) -> list[BatchSizeResult]:
     def rank(comm: Comm) -> BatchSizeResult:
-        job = Job(model(comm.rank), rule, loader=Batches(rank=comm.rank, size=comm.size), comm=comm)
-        return tuned(job.apply(*techniques), **more)
+        return tuned(image_job(*techniques, model=model(comm.rank), comm=comm), **more)
 
     return Threads(2).run(rank)
 
@@ -307,7 +287,7 @@ def test_a_rank_that_cannot_copy_its_model_ends_all():
 
 def test_a_size_that_one_rank_foresees_not_to_fit_is_tried_by_none(monkeypatch: pytest.MonkeyPatch):
     tried: list[int] = []
-    monkeypatch.setattr(MemoryForecast, "fits", lambda self, images: images <= 8)
+    monkeypatch.setattr(MemoryForecast, "fits", lambda self, batch: batch <= 16)
 
     class Told(Net):
         def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -322,7 +302,7 @@ def test_a_size_that_one_rank_foresees_not_to_fit_is_tried_by_none(monkeypatch: 
 
 def test_where_no_size_fits_it_is_said():
     with pytest.raises(InputError, match="batch=8: out of memory: start with a smaller batch"):
-        tuned(Job(Bounded(2, MemoryError), rule, loader=Batches()), Throughput())
+        tuned(image_job(model=Bounded(2, MemoryError)), Throughput())
 
 
 # ---- what is refused
@@ -330,16 +310,16 @@ def test_where_no_size_fits_it_is_said():
 
 def test_bad_settings_are_one_clear_line_each():
     with pytest.raises(InputError, match="budget_s=0: seconds above 0"):
-        tuned(make(), budget_s=0)
+        tuned(image_job(), budget_s=0)
     with pytest.raises(InputError, match="least=-1"):
-        tuned(make(), least=-1)
+        tuned(image_job(), least=-1)
     with pytest.raises(InputError, match="batches from 40 to 32: none of them can be tried"):
-        tuned(make(), least=40)
+        tuned(image_job(), least=40)
     with pytest.raises(InputError, match="batches from 100 to 64"):
-        tuned(make(), least=100, most=200)  # an epoch has 64 images
-    with pytest.raises(InputError, match="generator can be iterated once only"):
-        tuned(Job(Net(), rule, loader=(batch for batch in Batches())))
-    with pytest.raises(InputError, match="no batch in it"):
+        tuned(image_job(), least=100, most=200)  # an epoch has 64 images
+    with pytest.raises(InputError, match="loader: a ToyBatches cannot change its batch: take kasoku"):
+        tuned(make())
+    with pytest.raises(InputError, match="loader: a tuple cannot change its batch"):
         tuned(Job(Net(), rule))
 
 

@@ -1,4 +1,4 @@
-"""Copies of a job: what they leave out, what they put back, shares that do not fit at once, and time that is short."""
+"""Copies of a job: what they leave out, what they put back, their parts, and time that is short."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from contracts import Batches, Net, assert_same, make, rule, train, weights
+from contracts import Net, assert_same, make, rule, train, weights
 from helpers.planted import Hand, Slow
-from kasoku.core import Comm, Constant, InputError, Job, Solo, Stage, StepDecay, Technique, Threads
+from helpers.toy_images import image_job
+from kasoku.core import Constant, InputError, Job, Solo, Stage, StepDecay, Technique
 from kasoku.core.clock import Stopwatch, Wall
 from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder, loader
 from kasoku.device import Compile
@@ -28,7 +27,6 @@ from kasoku.distributed import VirtualRanks
 from kasoku.optim import EMA, sgd
 from kasoku.tune import BatchSizeResult, EpochTimeMinimize, Throughput, TimeToTarget, tune_batch_size
 from kasoku.tune.measurement import Needs
-from kasoku.tune.memory_forecast import MemoryForecast
 from kasoku.tune.sandbox import Sandbox, undisturbed
 from kasoku.tune.trial import Trial
 
@@ -101,7 +99,7 @@ class Doubled(Technique):
 
 
 def test_a_users_own_technique_for_the_model_acts_in_the_copy():
-    plain, job = make(model=Net(dropout=0)), make(Doubled(), model=Net(dropout=0))
+    plain, job = image_job(model=Net(dropout=0)), image_job(Doubled(), model=Net(dropout=0))
     alone = Sandbox(job).at(8)
     x_NCHW = torch.randn(4, 3, 8, 8)
     for model in (plain.model, alone.model):
@@ -110,45 +108,6 @@ def test_a_users_own_technique_for_the_model_acts_in_the_copy():
 
 
 # ---- loaders
-
-
-def own_loader(**more: Any) -> Any:
-    torch.manual_seed(1)
-    images = TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(4, (64,)))
-    return DataLoader(images, 16, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
-
-
-@pytest.mark.process
-@pytest.mark.smoke
-def test_the_workers_and_the_order_of_a_torch_loader_stay():
-    def seen(tries: bool, begun: bool) -> list[int]:
-        batches = own_loader(num_workers=1, persistent_workers=True)
-        first = []
-        workers = None
-        if begun:  # in mid-epoch
-            workers = iter(batches)
-            first = next(workers)[1].tolist()
-        if tries:
-            tuned(Job(Net(), rule, loader=batches))
-            assert batches._iterator is workers
-        rest = [int(v) for _, y in (workers or batches) for v in y]
-        return first + rest
-
-    for begun in (False, True):
-        assert seen(True, begun) == seen(False, begun)
-
-
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    """A data set without a length."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
-        return ((torch.full((3, 8, 8), float(i)), i % 4) for i in range(64))
-
-
-def test_a_loader_that_does_not_know_its_length_is_tuned():
-    job = Job(Net(), rule, loader=DataLoader(Stream(), batch_size=16))
-    assert Sandbox(job).images == 0
-    assert tuned(job).batch <= 32
 
 
 @pytest.fixture
@@ -232,7 +191,7 @@ def test_processes_that_read_serve_all_copies_and_end_with_the_data():
 
 
 def test_a_copy_that_diverged_starts_again_in_the_same_memory():
-    job = make(EMA(decay=0.8))
+    job = image_job(EMA(decay=0.8))
     train(job, 2)
     sandbox = Sandbox(job)
     where = [p.data_ptr() for p in sandbox.model.parameters()]
@@ -258,14 +217,14 @@ def test_a_size_that_diverged_where_memory_is_short_is_one_that_failed(monkeypat
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(Sandbox, "renew", short)
-    job = Job(Net(), rule, loader=Batches(), loss=lambda out, y: out.sum() * (torch.inf if len(y) > 8 else 1))
+    job = image_job(loss=lambda out, y: out.sum() * (torch.inf if len(y) > 8 else 1))
     found = tuned(job)
     assert found.batch == 8
     assert all(s.failed == "out of memory" for s in found.samples if s.batch > 8)
     assert len(found.samples) > 1
 
 
-# ---- shares that do not fit at once
+# ---- parts
 
 
 class Bounded(Net):
@@ -284,46 +243,13 @@ class Bounded(Net):
         return super().forward(x_NCHW)
 
 
-def grouped(most: int, comm: Comm | None = None, **more: Any) -> Job:
-    batches = Batches(rank=comm.rank, size=comm.size) if comm else Batches()
-    return Job(Bounded(most), rule, loader=batches, comm=comm, **more).apply(VirtualRanks(norm_batch=8))
-
-
-def test_a_share_that_does_not_fit_at_once_is_taken_in_as_few_parts_as_do():
-    found = tuned(grouped(16), least=64, most=64)
-    assert [(s.batch, s.parts, s.failed) for s in found.samples][-1] == (64, 4, "")
-    assert found.sample.parts == 4
-    assert tuned(grouped(64), least=64, most=64).sample.parts == 1
-    assert tuned(grouped(8), least=48, most=48).sample.parts == 6
-
-
-def test_one_and_two_groups_foretell_what_a_large_first_size_takes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(MemoryForecast, "fits", lambda self, images: images <= 16)
+def test_a_copy_takes_a_batch_in_the_parts_of_its_job():
     Bounded.shown.clear()
-    found = tuned(grouped(10**6), least=64, most=64)
-    assert found.sample.parts == 4
-    assert max(Bounded.shown) == 16, "what would not fit is not tried"
-    assert Bounded.shown[0] == 8
-
-
-def test_only_whole_groups_are_split_and_only_where_parts_were_not_chosen():
-    samples = tuned(Job(Bounded(16), rule, loader=Batches()), least=16, most=64).samples
-    assert {s.parts for s in samples} == {1}
-    assert any(s.failed == "out of memory" for s in samples)
-    assert tuned(grouped(16, accumulate=2), least=32, most=32).sample.parts == 2
-    for job in (grouped(16, accumulate=2), grouped(4)):
-        with pytest.raises(InputError, match="batch=64: out of memory"):
-            tuned(job, least=64, most=64)
-
-
-def test_ranks_take_the_same_parts_as_the_one_with_the_least_memory():
-    def rank(comm: Comm) -> BatchSizeResult:
-        job = grouped(8 if comm.rank else 10**6, comm)
-        return tuned(job, least=64, most=64, multiple=16)
-
-    for found in Threads(2).run(rank):
-        assert found.sample.parts == 4
-        assert found.sample.failed == ""
+    found = tuned(image_job(VirtualRanks(norm_batch=8), model=Bounded(16), accumulate=2), least=32, most=32)
+    assert found.batch == 32
+    assert set(Bounded.shown) == {16}
+    with pytest.raises(InputError, match="batch=64: out of memory"):
+        tuned(image_job(VirtualRanks(norm_batch=8), model=Bounded(16)), least=64, most=64)
 
 
 # ---- time
@@ -336,7 +262,7 @@ def test_ranks_take_the_same_parts_as_the_one_with_the_least_memory():
 @pytest.mark.parametrize("base_s", [0.0, 10.0])
 def test_a_budget_is_kept_but_for_the_first_size(strategy, budget_s, base_s):
     clock = Hand()
-    job = Job(Slow(clock, lambda images: base_s + images), rule, loader=Batches(), comm=Solo(clock))
+    job = image_job(model=Slow(clock, lambda images: base_s + images), comm=Solo(clock))
     found = tuned(job, strategy=strategy, most=64, budget_s=budget_s)
     assert clock.now_s <= budget_s or len(found.samples) == 1
     assert not any("time" in s.failed for s in found.samples)
@@ -347,7 +273,7 @@ def test_a_budget_is_kept_but_for_the_first_size(strategy, budget_s, base_s):
 
 def test_the_noise_is_left_out_where_it_would_come_too_late():
     clock = Hand()
-    job = Job(Slow(clock, float), rule, loader=Batches(), comm=Solo(clock))
+    job = image_job(model=Slow(clock, float), comm=Solo(clock))
     trial = Trial(job, Needs(noise=True, brief=True))
     assert trial.run(8, 5, allowed_s=100.0).noise is not None
     until_s = clock.now_s + 6 * 8 + 1  # one thrown away, five timed
@@ -380,7 +306,7 @@ def test_a_block_is_compiled_for_every_size(monkeypatch: pytest.MonkeyPatch):
         seen.append(torch._dynamo.config.recompile_limit)
         return nn.functional.cross_entropy(outputs, y_N)
 
-    job = Job(Net(), rule, loader=Batches(), loss=loss).apply(Compile(backend="eager"))
+    job = image_job(Compile(backend="eager"), loss=loss)
     before = torch._dynamo.config.recompile_limit
     tuned(job)
     assert min(seen) > 1000, "a size beyond the limit would run uncompiled"

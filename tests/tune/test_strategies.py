@@ -8,8 +8,7 @@ import pytest
 
 from helpers.planted import CURVES, Planted
 from kasoku.core import InputError
-from kasoku.tune.measurement import Measurement, interval
-from kasoku.tune.size_search import slope
+from kasoku.tune.measurement import interval
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
 
 GROWN = [32, 34, 37, 41, 46, 52, 59, 67, 76, 86, 96]  # by one image more each loop, to ten at most
@@ -97,12 +96,6 @@ def test_throughput_stops_below_what_does_not_fit():
     assert found.batch / device.step_s(found.batch) >= 0.97 * best
     failed = [s.batch for s in found.samples if s.failed]
     assert failed == sorted(failed, reverse=True), "each one that failed bounds the next from above"
-
-
-def test_a_line_is_found_though_a_point_is_far_off():
-    samples = [Measurement(b, step_s=3.0 + 2.0 * b) for b in (8, 16, 32, 64, 128)]
-    assert slope([*samples, Measurement(48, step_s=1000.0)]) == pytest.approx(2.0, rel=0.2)
-    assert slope(samples) == pytest.approx(2.0)
 
 
 def test_an_interval_is_of_the_median_by_the_mad():

@@ -23,7 +23,7 @@ from kasoku.report import print_table
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate import plan_search
 from kasoku.simulate.cluster import Costs
-from kasoku.simulate.compressed import flat
+from kasoku.simulate.collectives import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
 from kasoku.training.run_folder import load_recipe, output_folder
 

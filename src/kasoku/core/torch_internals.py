@@ -1,14 +1,12 @@
 """Private attributes of torch without a public equivalent, each with the torch version it was checked on."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # BatchNorm as torch.nn calls it, with the statistics and the reserve that its backward reads (2.13).
@@ -77,13 +75,3 @@ def remove_step_hooks(optimizer: Optimizer) -> None:
 def cpu_computes_bf16() -> bool:
     """Whether this CPU has bfloat16 instructions: avx512_bf16 or AMX (2.13)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-@contextmanager
-def own_workers(loader: DataLoader[Any]) -> Iterator[None]:
-    """Within it a DataLoader starts workers of its own, which end with it; persistent ones are kept (2.13)."""
-    workers, loader._iterator = loader._iterator, None
-    try:
-        yield
-    finally:
-        loader._iterator = workers

@@ -1,4 +1,4 @@
-"""The time of an all-reduce on a cluster: the messages of each algorithm on its links, with the latency of each hop.
+"""The time of averaging gradients on a cluster: the messages of each algorithm on its links, and their latencies.
 
 Note: latency and bandwidth are separate. A message takes a number of hops, each with a latency from the library's
 table. Its bytes take the time of the busiest link (`contended_s`), which is linear in the bytes. So each algorithm in
@@ -6,6 +6,17 @@ each protocol is a `LinkModel`, and a collective of n bytes uses the fastest of 
 On a network without contention these are the closed forms (tests/simulate/test_collectives.py):
 ring 2(p-1)a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
 hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of each part along columns, an all-gather.
+
+Note: sizes. `Overlap` plans its buckets by the bytes of gradients in memory (fp32), whatever the reducer sends, and so
+does the simulation. So the links of this file take the bytes of fp32 gradients, and their rates account for the
+compression, everywhere or only between nodes.
+
+Note: Wire. It sends every rank its part of all gradients by an all-to-all, and the means by an all-gather. On nodes of
+several GPUs nearly all bytes of an all-to-all leave the node, while a ring leaves it once: there it may be slower than
+Mean.
+
+Note: LowRank. Its two all-reduces come one after the other, and so do its passes over the gradients, which take the
+GPU's memory bandwidth. They are counted as a part of the chunk's transfer. The latency of its QR is not.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
 """
 
@@ -21,10 +32,16 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from kasoku.core import InputError
+from kasoku.distributed import Hierarchical, LowRank, Mean, Reducer, Wire
 from kasoku.distributed.ddp.cost_model import LinkModel
-from kasoku.simulate.cluster import Cluster, Protocol
+from kasoku.simulate.cluster import Cluster, Gpu, Protocol
 
 Flow = tuple[int, int, float]  # from, to, bytes for each byte that is reduced
+_FP32 = 4  # bytes of an element
+_PASSES = 12  # over a chunk: LowRank adds it to the error, multiplies that twice, subtracts, cleans, writes the product
+_EXCHANGED = "all-to-all and all-gather"
+_MEAN = Mean()
 
 
 @dataclass(frozen=True)
@@ -77,19 +94,82 @@ class Fastest(LinkModel):
 ALONE = Fastest(choices=(("none", LinkModel(0.0, math.inf)),))  # one GPU has nothing to send
 
 
-@lru_cache(maxsize=1024)
-def link(cluster: Cluster, gpus: int, share: float = 1.0) -> Fastest:
-    """The time of an all-reduce on the first GPUs of a cluster, by its bytes, of which a share is sent.
+@dataclass(frozen=True, kw_only=True)
+class LowRankLink(Fastest):
+    """The mean of a chunk by LowRank: its collectives, and its passes on a GPU.
 
-    By a ring or, between nodes, by two trees, whichever is faster, as NCCL chooses. Raises InputError for GPUs that do
-    not fill their nodes.
+    Attributes: `inside`: reduce-scatter and all-gather within nodes of `node` ranks, between which LowRank averages.
     """
-    nodes = cluster.nodes_for(gpus)
+
+    reducer: LowRank
+    gpu: Gpu
+    inside: Fastest
+    node: int
+
+    def sent(self, size: float) -> list[int]:
+        """Bytes of each all-reduce of a rank's part of `size` bytes."""
+        elements = -(-round(size / _FP32) // self.node)
+        shape = self.reducer.shape(elements)
+        return [_FP32 * self.reducer.rank * side for side in shape] if any(shape) else [_FP32 * elements]
+
+    def seconds(self, size: float) -> float:
+        messages = self.sent(size)
+        link_s = self.inside.seconds(size) + sum(Fastest.seconds(self, self.node * n) for n in messages)
+        part = size / self.node if len(messages) > 1 else 0.0  # bytes
+        products_s = 8 * self.reducer.rank * part / _FP32 / (1e12 * self.gpu.tflops)
+        return link_s + max(products_s, _PASSES * part / (1e9 * self.gpu.memory_gb_s))
+
+    def choice(self, size: float) -> str:
+        return f"low rank, {super().choice(self.node * max(self.sent(size)))}"
+
+
+def flat(reducer: Reducer) -> Reducer:
+    """The reducer between all ranks, or between nodes. Raises InputError if it is not simulated."""
+    alike = reducer.across if type(reducer) is Hierarchical else reducer
+    if type(alike) not in (Mean, Wire, LowRank):  # a subclass may send anything
+        name = ("" if alike is reducer else "Hierarchical across=") + type(alike).__name__
+        allowed = "Mean, Wire, LowRank, and Hierarchical across one of them"
+        raise InputError(f"reducer {name}: what it sends is not known: {allowed} are simulated; take one of these")
+    return alike
+
+
+@lru_cache(maxsize=1024)
+def link(cluster: Cluster, gpus: int, reducer: Reducer = _MEAN) -> Fastest:
+    """The time of a mean of gradients on the first GPUs of a cluster, by their bytes in fp32.
+
+    `reducer`: Mean (by a ring or, between nodes, by two trees, whichever is faster, as NCCL chooses), Wire, LowRank, or
+    Hierarchical of one of these. Raises InputError for a reducer that is not simulated, and for GPUs that do not fill
+    their nodes.
+    """
+    nodes, alike, row = cluster.nodes_for(gpus), flat(reducer), 1
     if gpus == 1:
         return ALONE
-    # a ring for each NIC with its part of the bytes; each ring enters and leaves a node once
-    shapes = [("ring", gather(cluster, gpus).twice()), *([("tree", tree(cluster, gpus))] if nodes > 1 else [])]
-    return fastest(cluster, [(name, shape.of(share)) for name, shape in shapes])
+    if isinstance(reducer, Hierarchical):  # as its `bind` does
+        row = reducer.node or min(gpus, cluster.node.gpus)
+        if gpus % row:
+            raise InputError(f"Hierarchical: {gpus} GPUs in nodes of {row}: the nodes must be equal in size")
+        alike = _MEAN if row == gpus else alike
+    wire, low_rank, inside = isinstance(alike, Wire), isinstance(alike, LowRank), ALONE
+    if 1 < row < gpus:
+        name = "hierarchical" if row == cluster.node.gpus else f"hierarchical in rows of {row}"
+        name += f", {_EXCHANGED} across" if wire else ""
+        within = gather(cluster, gpus, row) + gather(cluster, gpus, row)  # a reduce-scatter and an all-gather
+        across = columns(cluster, gpus, row, exchanged=wire)
+        if low_rank:
+            inside = fastest(cluster, [(name, within)])
+        else:
+            across = [within + (shape.of(0.5) if wire else shape) for shape in across]
+        shapes = [(name, shape) for shape in across]
+    elif wire:
+        row, shapes = 1, [(_EXCHANGED, (exchange(cluster, gpus) + gather(cluster, gpus)).of(0.5))]
+    else:
+        # a ring for each NIC with its part of the bytes; each ring enters and leaves a node once
+        row, shapes = 1, [("ring", gather(cluster, gpus).twice())]
+        shapes += [("tree", tree(cluster, gpus))] if nodes > 1 else []
+    between = fastest(cluster, shapes)
+    if not isinstance(alike, LowRank):
+        return between
+    return LowRankLink(**vars(between), reducer=alike, gpu=cluster.device, inside=inside, node=row)
 
 
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:

@@ -20,7 +20,7 @@ from kasoku.distributed import OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
-from kasoku.simulate.compressed import LowRankLink, flat
+from kasoku.simulate.collectives import LowRankLink, flat
 from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
 _SHOWN = 6  # kinds of steps, in a table
@@ -41,16 +41,6 @@ class AfterBackward(Policy):
             return replace(plan, order=plan.order[::-1])
         order = tuple(Chunk(i, 0, t.elements) for i, t in enumerate(tensors))
         return BucketPlan(tuple((i,) for i in range(len(tensors))), order, "a parameter")
-
-
-@dataclass(frozen=True)
-class FixedPlan(Policy):
-    """A plan from an earlier search: a search at each size of a sweep would take minutes."""
-
-    fixed: BucketPlan
-
-    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        return self.fixed
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ class Scenario:
                 synchronous = bool(pace and (at < pace.warmup or 0 < pace.finish <= at))
                 counts[grown, pixel_share(recipe, at, self.facts.side), synchronous] += count
         if not pace:
-            shared = replace(shared, policy=FixedPlan(step.inputs.plan), next_forward=step.inputs.late)
+            shared = replace(shared, policy=step.inputs.plan, next_forward=step.inputs.late)
 
         def simulated(grown: int, pixels: float, synchronous: bool) -> SimulatedStep:
             own = Sharing(pace.buckets) if pace and synchronous else shared  # as Asynchronous' own Overlap
@@ -270,7 +260,7 @@ def sweep(
         simulators["asynchronous"] = simulator
     elif step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"
-        simulators[name] = replace(simulator, sharing=replace(shared, policy=FixedPlan(plan), next_forward=late))
+        simulators[name] = replace(simulator, sharing=replace(shared, policy=plan, next_forward=late))
     if changed:
         last = list(simulators)[-1]
         simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])

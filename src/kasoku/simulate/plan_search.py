@@ -13,7 +13,7 @@ from kasoku.config.updates import growth, updates
 from kasoku.core import InputError, Schedule, say
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
-from kasoku.simulate.compressed import flat
+from kasoku.simulate.collectives import flat
 from kasoku.simulate.from_recipe import Scenario, scenario, sharing, sizes
 
 # Measured over simulated steps, at the best and at the worst of the published runs that calibrate nothing

@@ -3,7 +3,7 @@
 Note: one recursion. Groups and their order come from the policies of `distributed.ddp.bucket_plan`, as in `Overlap`.
 Times and timelines come from `cost_model.forecast`, with which `Overlap` on a virtual clock agrees to 1e-12
 (tests/distributed). Asynchronous ranks send no all-reduces: see `async_exchange`. Gradients may be sent in fewer bytes
-than they have in memory: see `compressed`.
+than they have in memory: see `collectives`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kasoku.distributed import Asynchronous, Hierarchical, Mean, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.ddp.bucket_plan import Graded, Planned, Policy, search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, Sized, UnitTimes, forecast
-from kasoku.simulate import async_exchange, collectives, compressed, compute_model
+from kasoku.simulate import async_exchange, collectives, compute_model
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.collectives import Fastest
 from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
@@ -29,13 +29,13 @@ class Sharing:
     """The way in which ranks share gradients.
 
     Args:
-        policy: the groups and their order.
+        policy: the groups and their order; or a plan of an earlier search, since one takes seconds.
         next_forward: the next forward waits for groups; False: the step waits.
         asynchronous: the settings of asynchronous ranks, which exchange updates; None: ranks all-reduce gradients.
         reducer: Overlap's reducer, by which fewer bytes than those of the gradients may be sent; these plan the groups.
     """
 
-    policy: Policy = field(default_factory=Graded)
+    policy: Policy | BucketPlan = field(default_factory=Graded)
     next_forward: bool = False
     asynchronous: Asynchronous | None = None
     reducer: Reducer = field(default_factory=Mean)
@@ -180,13 +180,15 @@ class Simulator:
             inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
             times_s = [inputs.link.seconds(size) for size in inputs.sizes()]
             return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, times_s))
-        link = compressed.link(self.cluster, gpus, sharing.reducer)
+        link = collectives.link(self.cluster, gpus, sharing.reducer)
         tensors = self.net.tensors
         if isinstance(sharing.policy, Planned) and gpus > 1:
             plan, _, late = search(units, tensors, link, next_forward=late)
             return StepInputs(units, tensors, plan, link, late)
-        # as Overlap does before the first forward
-        return StepInputs(units, tensors, sharing.policy.plan(self.net.defined), link, late)
+        policy = sharing.policy
+        if isinstance(policy, Policy):  # as Overlap does before the first forward
+            policy = policy.plan(self.net.defined)
+        return StepInputs(units, tensors, policy, link, late)
 
     def units(self, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
         """The times of the layers on one GPU."""

@@ -48,13 +48,13 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tupl
     Raises InputError for an empty range of sizes, and where no size can run.
     """
 
-    def at_once(batch: int, parts: int = 1) -> Recipe:
-        """The recipe at a batch; with norm_batch a device takes its share at once, or in the parts that were measured.
+    def at_once(batch: int) -> Recipe:
+        """The recipe at a batch; with norm_batch a device takes its share at once.
 
         Otherwise every batch would run in groups of norm_batch, and no size would be faster than another.
         """
         tried = at(batch)
-        return replace(tried, accumulate=parts) if tried.norm_batch and tried.accumulate <= 1 else tried
+        return replace(tried, accumulate=1) if tried.norm_batch and tried.accumulate <= 1 else tried
 
     multiple = comm.size * max(1, recipe.accumulate) * max(1, recipe.norm_batch)
     begin = _begin(at, recipe.batch, multiple)
@@ -70,7 +70,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tupl
     search = partial(tune_batch_size, job, strategy, budget_s=recipe.tune.budget, **bounds)
     result = run_on_all_ranks(comm, plainly()(search))
     job.close()
-    tuned = at_once(result.batch, result.sample.parts)
+    tuned = at_once(result.batch)
     origin = ", ".join(text for text in (f"tuned by {result.strategy}", tuned.origin) if text)
     return TunedRecipe(replace(tuned, origin=origin), result, dataset)
 

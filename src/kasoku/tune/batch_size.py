@@ -61,12 +61,8 @@ def tune_batch_size(
     job was created stay, later ones do not. A technique of your own is applied to the copy unless it declares
     `in_sandbox = False`.
 
-    Where sizes are whole groups of VirtualRanks, a device splits a share that does not fit in memory into parts
-    (`Measurement.parts`), as few as fit; parts are halved until they fit.
-
     Args:
-        job: its loader can be iterated more than once. If it is not a loader of kasoku.data, its `state_dict`, torch's
-            generators and a torch DataLoader's workers are restored, but no other state.
+        job: its loader is one of kasoku.data.
         strategy: TimeToTarget, Throughput, EpochTimeMinimize or GpuUsageMaximize.
         budget_s: seconds after which the search ends with the best size so far; the first size is tried in any case.
         least: the smallest size; 0: 8 images a rank, or the job's own batch if that is less.
@@ -74,7 +70,7 @@ def tune_batch_size(
         multiple: sizes are multiples of it; 0: of ranks x parts (and of VirtualRanks' norm_batch, on one rank).
 
     Raises:
-        InputError: for an empty range, a loader that cannot be iterated again, and where no size can be trained.
+        InputError: for an empty range, a loader whose batch cannot change, and where no size can be trained.
 
     Costs: a second model and optimizer in memory during the search.
     """
@@ -99,22 +95,13 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         if any(technique.compiles_model for technique in job.applied):
             # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
             stack.enter_context(recompile_limit(_COMPILED_FORMS))
-        measure, ranks = _Measurer(job, trial, budget_s), job.comm.size
-        least, most, multiple = sizes
-        start, fewest = (int(x) for x in measure.reduce([trial.sandbox.start, -trial.sandbox.images]))
-        images = -fewest
+        measure, ranks, sandbox = _Measurer(job, trial, budget_s), job.comm.size, trial.sandbox
+        images, (least, most, multiple) = sandbox.loader.images, sizes
         groups = [technique.images_per_group or 1 for technique in job.applied] if ranks == 1 else []
         multiple = multiple or ranks * job.accumulate * math.prod(groups)
-        least = least or max(multiple, min(_MIN_IMAGES * ranks, start))
-        most = most or _MAX_IMAGES * ranks
-        most = min(most, images) if images else most
-        tries = SizeSearch(measure, start, least, most, multiple, images or start, budget_s, measure)
-        trial.sandbox.may_split(multiple)
-        # one and two groups, if the first size has more, to predict the memory of larger sizes
-        few = ranks * trial.sandbox.group
-        for batch in (few, 2 * few):
-            if few and tries.least > 2 * few:
-                measure.attempt(batch)
+        least = least or max(multiple, min(_MIN_IMAGES * ranks, sandbox.start))
+        most = min(most or _MAX_IMAGES * ranks, images)
+        tries = SizeSearch(measure, sandbox.start, least, most, multiple, images, budget_s, measure)
         result = strategy.search(tries)
         own = result.batch / ranks / measure.own_s[result.batch]
         return replace(result, speeds=tuple(job.comm.gather_objects(own)) if ranks > 1 else ())
@@ -154,7 +141,7 @@ class _Measurer:
         self.job, self.trial, self.budget_s = job, trial, budget_s
         self.began_s = job.clock.now()
         self.elapsed_s = 0.0
-        self.timed: dict[tuple[int, int], StepTimes] = {}  # all steps of a size, by (batch, parts)
+        self.timed: dict[int, StepTimes] = {}  # all steps of each size
         self.own_s: dict[int, float] = {}  # a step of this rank at each size
         self.scales: list[float] = []  # the gradient noise scale of each measurement
         self.overlaps = any(technique.overlaps_backward for technique in job.applied)
@@ -166,14 +153,7 @@ class _Measurer:
 
     def __call__(self, batch: int) -> Measurement:
         """Measures a size. Raises the error of a step, unless memory is short; the other ranks raise InputError."""
-        sample = self.attempt(batch)
-        while sample.failed and self.trial.sandbox.split(batch):
-            sample = self.attempt(batch)
-        return sample
-
-    def attempt(self, batch: int) -> Measurement:
-        """Measures a size in its present parts."""
-        if self.reduce([float(not self.trial.memory.fits(self.trial.sandbox.at_once(batch)))])[0]:
+        if self.reduce([float(not self.trial.memory.fits(batch))])[0]:
             return Measurement(batch, failed="it would not fit in memory")
         steps = BRIEF if self.trial.needs.brief else STEPS
         allowed_s = (self.budget_s - self.elapsed_s) / _TIME_SHARE
@@ -183,10 +163,9 @@ class _Measurer:
             self.reduce([])  # time has passed
             return Measurement(batch, failed="out of memory")
         if self.trial.needs.brief:
-            key = (batch, self.trial.sandbox.parts(batch))
-            if before := self.timed.get(key):
+            if before := self.timed.get(batch):
                 ran = replace(ran, steps_s=before.steps_s + ran.steps_s, waits_s=before.waits_s + ran.waits_s)
-            self.timed[key] = ran
+            self.timed[batch] = ran
         return self._sample(batch, ran)
 
     def _sample(self, batch: int, ran: StepTimes) -> Measurement:
@@ -205,8 +184,7 @@ class _Measurer:
         more_s = max(0.0, self.exchange_s - hidden_s)
         common = (step_s + more_s, low_s + more_s, high_s + more_s, input_s)
         noise = scale if math.isfinite(scale) else None
-        parts = self.trial.sandbox.parts(batch)
-        return Measurement(batch, *common, utilisation=usage, noise=noise, steps=-round(fewest), parts=parts)
+        return Measurement(batch, *common, utilisation=usage, noise=noise, steps=-round(fewest))
 
     def reduce(self, values: list[float], *, op: str = "max") -> list[float]:
         """The maximum, or the mean, over the ranks; advances the common clock. Collective."""

@@ -32,7 +32,6 @@ class Measurement:
             seen.
         failed: why there are no timings, such as "out of memory".
         steps: how many steps the medians are of.
-        parts: micro-batches in which a device takes its share of the batch.
     """
 
     batch: int
@@ -44,7 +43,6 @@ class Measurement:
     noise: float | None = None
     failed: str = ""
     steps: int = STEPS
-    parts: int = 1
 
     @property
     def images_per_s(self) -> float:

@@ -59,7 +59,7 @@ class Trial:
         try:
             with closing(endless(job.loader)) as batches:
                 times = self._timed(job, batches, steps, allowed_s=allowed_s, until_s=until_s)
-            self.memory.note(self.sandbox.at_once(batch))
+            self.memory.note(batch)
             return times
         finally:
             self.sandbox.steps += job.steps

@@ -7,16 +7,15 @@ cannot be overtaken. The head (1) must fill the link until backward ends, and no
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from kasoku.core import InputError
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel, Sized, UnitTimes, forecast
 
 MIB = 2**20
 _WORTH = 0.95  # of the step with one bucket: a plan must promise less
-_KEPT, _TRIES, _HEADS = 4, 1000, 64  # of the search: plans that are improved, changes of each; heads that are tried
+_HEADS = 64  # sizes of a head that are tried
 
 
 @dataclass(frozen=True)
@@ -181,12 +180,10 @@ def search(
 ) -> tuple[BucketPlan, Forecast, bool]:
     """The best plan, its forecast, and whether the next forward should start before all buckets have arrived.
 
-    Tried: heads of at most 64 sizes, for buckets of several least sizes, in chunks of several sizes, the rest in
-    forward order or, of the buckets that are ready, the first in forward order; the best few are then changed as long
-    as that helps, at most 1000 times (4 s for the 311 layers of ResNet-152). Also every other policy, overlapped with
-    backward only. One bucket wins unless a plan promises 5 % less: measured times are noisy, and many chunks cost time
-    that no forecast sees. Compared with all orders of six random layers, where communication takes at least half as
-    long as compute, the result was never 1 % worse (tests/distributed/test_virtual_clock.py).
+    Tried: buckets of several least sizes, in chunks of several sizes, in the order of need, and every other policy,
+    overlapped with backward only. One bucket wins unless a plan promises 5 % less: measured times are noisy, and many
+    chunks cost time that no forecast sees. Compared with all orders of six random layers, where communication takes at
+    least half as long as compute, the result was never 1 % worse (tests/distributed/test_virtual_clock.py).
 
     `units`: in forward order; `next_forward`: False where a technique needs all gradients at once.
     """
@@ -198,81 +195,37 @@ def search(
     if seen.step_s > _WORTH * one_s:
         plan, seen = waiting[0]
     if next_forward:
-        overlapped = partial(forecast, units, tensors, link=link)
-        improved = (_improved(start, overlapped) for start in _best_starts(units, tensors, link))
-        late_plan, late = min(improved, key=lambda pair: pair[1].step_s)
-        if late.step_s < min(seen.step_s, _WORTH * one_s):
+        tried = ((plan, forecast(units, tensors, plan, link)) for plan in _in_order_of_need(units, tensors, link))
+        late_plan, late = min(tried, key=lambda pair: pair[1].step_s)
+        if late.step_s <= min(seen.step_s, _WORTH * one_s):
             return late_plan, late, True
     return replace(plan, policy=f"planned: {plan.policy}"), seen, False
 
 
-def _best_starts(units: Sequence[UnitTimes], tensors: Sequence[Sized], link: LinkModel) -> list[BucketPlan]:
-    """The best few plans among heads of all sizes, before single chunks are moved."""
+def _in_order_of_need(units: Sequence[UnitTimes], tensors: Sequence[Sized], link: LinkModel) -> Iterator[BucketPlan]:
+    """Plans in which a free link sends, of the buckets that are ready, the one that the next forward needs first.
+
+    A chunk that is sent may hold up one that is needed earlier. So also tried: the first chunks of this order, then the
+    rest in forward order. Ref: Horn 1974 (optimal, if sending could be interrupted).
+    """
     whole = sum(t.size for t in tensors)
     sizes = (min(MIB // 4, whole // 256), MIB // 4, MIB, 2 * MIB, 4 * MIB)
     ends = list(itertools.accumulate(unit.backward_s for unit in reversed(units)))[::-1]
     least = max(2 * MIB, whole // 64)
-    found: list[tuple[float, BucketPlan]] = []
     merged = (_merged(_by_unit(tensors), tensors, size) for size in sizes)
     for buckets in dict.fromkeys(ready_order(groups, tensors, "").buckets[::-1] for groups in merged):
-        ready_s = [ends[min(tensors[i].unit for i in bucket)] for bucket in buckets]
+        ready_s = [ends[min(tensors[i].unit for i in bucket)] / link.compute_share for bucket in buckets]
         for chunk_bytes in (least, 2 * least, 4 * least, 2**60):
-            chunks = cut(buckets, tensors, chunk_bytes)
-            seconds = {p: link.seconds((p.stop - p.start) * tensors[buckets[p.bucket][0]].width) for p in chunks}
-            orders = set()
-            for head in {*range(0, len(chunks), -(-len(chunks) // _HEADS)), len(chunks)}:
-                rest, first = chunks[: len(chunks) - head], chunks[len(chunks) - head :][::-1]
-                orders |= {(*first, *rest), _busy(first, rest, ready_s, seconds)}
-            tried = [BucketPlan(buckets, order, "planned") for order in sorted(orders)]
-            found.append(min(((forecast(units, tensors, p, link).step_s, p) for p in tried), key=lambda pair: pair[0]))
-    return [plan for _, plan in sorted(found, key=lambda pair: pair[0])[:_KEPT]]
-
-
-def _busy(
-    first: Sequence[Chunk], rest: Sequence[Chunk], ready_s: Sequence[float], seconds: Mapping[Chunk, float]
-) -> tuple[Chunk, ...]:
-    """The chunks `first`; then, whenever the link is free, the first of the rest that is ready.
-
-    `ready_s`: when each bucket is whole, from the start of backward.
-    """
-    order, left = list(first), list(rest)
-    now = 0.0
-    for chunk in order:
-        now = max(now, ready_s[chunk.bucket]) + seconds[chunk]
-    while left:
-        now = max(now, min(ready_s[chunk.bucket] for chunk in left))
-        chunk = next(chunk for chunk in left if ready_s[chunk.bucket] <= now)
-        left.remove(chunk)
-        order.append(chunk)
-        now += seconds[chunk]
-    return tuple(order)
-
-
-def _improved(plan: BucketPlan, forecast_of: Callable[[BucketPlan], Forecast]) -> tuple[BucketPlan, Forecast]:
-    """Moves single chunks a little, and runs of a bucket's chunks anywhere, as long as the forecast falls."""
-    seen, left = forecast_of(plan), _TRIES  # not a time, so that every machine ends at the same plan
-    while left:
-        before = seen.step_s
-        for order in itertools.islice(_moved(plan.order), left):
-            left -= 1
-            tried = replace(plan, order=order)
-            result = forecast_of(tried)
-            if result.step_s < seen.step_s:
-                plan, seen = tried, result
-        if seen.step_s >= before * 0.999 or seen.step_s <= seen.bound_s * 1.001:
-            break
-    return plan, seen
-
-
-def _moved(order: Sequence[Chunk]) -> Iterator[tuple[Chunk, ...]]:
-    runs = [tuple(run) for _, run in itertools.groupby(order, key=lambda chunk: chunk.bucket)]
-    singles = [(chunk,) for chunk in order]
-    for parts, reach in ((runs, len(runs)), (singles, 3)):
-        for i, j in itertools.product(range(len(parts)), repeat=2):
-            if i != j and abs(i - j) <= reach:
-                other = list(parts)
-                other.insert(j, other.pop(i))
-                yield tuple(itertools.chain.from_iterable(other))
+            left, order, now = cut(buckets, tensors, chunk_bytes), list[Chunk](), 0.0
+            while left:
+                now = max(now, min(ready_s[chunk.bucket] for chunk in left))
+                chunk = next(chunk for chunk in left if ready_s[chunk.bucket] <= now)
+                left.remove(chunk)
+                order.append(chunk)
+                size = (chunk.stop - chunk.start) * tensors[buckets[chunk.bucket][0]].width
+                now += link.seconds(size) / link.link_share
+            for head in {*range(0, len(order), -(-len(order) // _HEADS)), len(order)}:  # the rest in forward order
+                yield BucketPlan(buckets, (*order[:head], *sorted(order[head:])), "planned")
 
 
 def _by_unit(tensors: Sequence[Sized]) -> list[list[int]]:

@@ -2,14 +2,13 @@
 
 Note: chains. Between GPUs a chain goes to a side stream, one for each key, and `wait()` lets the current stream wait.
 Between CPUs it runs on one thread, in the order of calls, which is the same on every rank. Where ranks take turns in
-one process (`Threads`) its first collective starts at once, and the rest runs in `wait()`, also in the order of calls.
+one process (`Threads`) a chain runs at once, since the others run while one waits.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
@@ -58,7 +57,6 @@ class ChainedReduce(Reduce):
         self.settings = settings  # of the subclass
         self.kept = _Kept()  # saved in checkpoints
         self.buffers = _Kept()
-        self._open: deque[_Turn] = deque()
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._todo: queue.SimpleQueue[tuple[Chain, _Later] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -68,18 +66,17 @@ class ChainedReduce(Reduce):
         raise NotImplementedError(f"{type(self).__name__}.chain")
 
     def __call__(self, key: str, x: Tensor) -> Work:
-        chain = self.chain(key, x)
+        chain, later = self.chain(key, x), _Later()
         if not self.comm.thread_safe:
-            turn = _Turn(chain, self._open)
-            self._open.append(turn)
-            return turn
+            _run(chain)
+            later.set_result(None)
+            return later
         if x.is_cuda:
             if key not in self._streams:
                 self._streams[key] = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
             return _Aside(chain, x, self._streams[key])
         if self._thread is None:
             self._thread = daemon("reducer", self._run_queue)
-        later = _Later()
         self._todo.put((chain, later))
         return later
 
@@ -91,8 +88,7 @@ class ChainedReduce(Reduce):
             try:
                 if error is not None:
                     raise error
-                for work in chain:
-                    work.wait()
+                _run(chain)
                 later.set_result(None)
             except BaseException as e:
                 error = e  # the other ranks' next collective is not ours any more
@@ -108,14 +104,17 @@ class ChainedReduce(Reduce):
         self.kept = _Kept({name: {key: x.clone() for key, x in by_key.items()} for name, by_key in state.items()})
 
     def settle(self) -> None:
-        while self._open:
-            self._open.popleft().finish()
         for stream in self._streams.values():
             stream.synchronize()
         if self._thread is not None:
             self._todo.put(None)
             self._thread.join()
             self._thread = None
+
+
+def _run(chain: Chain) -> None:
+    for work in chain:
+        work.wait()
 
 
 class _Kept(dict[str, dict[str, Tensor]]):
@@ -130,26 +129,6 @@ class _Kept(dict[str, dict[str, Tensor]]):
         return tensor
 
 
-class _Turn:
-    """A chain that goes on where it, or one started later, is waited for: those in `order` before it end first."""
-
-    def __init__(self, chain: Chain, order: deque[_Turn]) -> None:
-        self._chain, self._order = chain, order
-        self._work = next(chain, None)
-
-    def done(self) -> bool:
-        return self._work is None
-
-    def finish(self) -> None:
-        while self._work is not None:
-            self._work.wait()
-            self._work = next(self._chain, None)
-
-    def wait(self) -> None:
-        while self._order and not self.done():
-            self._order.popleft().finish()
-
-
 class _Aside:
     """A chain on a side stream: issued whole, since between GPUs a wait holds up the stream and not the host."""
 
@@ -158,8 +137,7 @@ class _Aside:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
-            for work in chain:
-                work.wait()
+            _run(chain)
             self._event.record(stream)
 
     def done(self) -> bool:

@@ -50,32 +50,27 @@ class Mean(Reducer):
 class Wire(Reducer):
     """Sends gradients in 16 bits, and adds the rounding errors to the next step's gradients.
 
+    Each rank sums its part of all ranks' gradients in fp32 and sends the mean to all ranks.
+
     Args:
         dtype: "bf16" has the range of fp32 and 8 significant bits; "fp16" has 11 bits and ends at 65,504. Larger values
             arrive as inf, which loss scaling detects.
         feedback: keep rounding errors for the next step.
-        sums: "fp32": each rank sums its part of all ranks' gradients in fp32 and sends the mean to all ranks (an
-            all-to-all and an all-gather, the bytes of a ring all-reduce). "wire": one all-reduce that sums in `dtype`.
 
-    Saves: half the bytes of fp32.
-    Costs: memory, 8 bytes an element (the error in fp32, a send and a receive buffer), 6 with "wire". The sums of
-        "wire" round without feedback: on 2 ranks, half of the rounding error remains. In bf16, 256 + 1 = 256, so if
-        many ranks have similar gradients, the later ones are lost. When the loss scale changes, the kept errors still
-        have the old scale.
+    Saves: half the bytes of fp32: an all-to-all and an all-gather send those of a ring all-reduce.
+    Costs: memory, 8 bytes an element (the error in fp32, a send and a receive buffer). When the loss scale changes, the
+        kept errors still have the old scale.
     Maths: c = round(x + e); e = x + e - c, or 0 if that is not finite; x = round(mean over ranks of c + f), with f the
-        error of that rounding in the last step. "wire": c = round(x / ranks + e); x = sum over ranks of c.
+        error of that rounding in the last step.
     Ref: Seide et al. 2014 (1-bit SGD: error feedback); Tang et al. 2019 (arXiv 1905.05957: on the mean as well).
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
     feedback: bool = True
-    sums: Literal["fp32", "wire"] = "fp32"
 
     def __post_init__(self) -> None:
         if self.dtype not in _WIRES:
             raise InputError(f'dtype="{self.dtype}": "bf16" or "fp16"')
-        if self.sums not in ("fp32", "wire"):
-            raise InputError(f'sums="{self.sums}": "fp32" or "wire"')
 
     def bind(self, comm: Comm) -> Reduce:
         """Errors are kept by key and start at zero."""
@@ -83,9 +78,7 @@ class Wire(Reducer):
 
     def largest(self, ranks: int) -> float:
         """Half of what the wire holds: rounding, and the errors of earlier steps, add less than the other half."""
-        if self.dtype == "bf16":
-            return _LARGEST / (2 * ranks)
-        return torch.finfo(torch.float16).max / 2 if self.sums == "fp32" else 0.0
+        return _LARGEST / (2 * ranks) if self.dtype == "bf16" else torch.finfo(torch.float16).max / 2
 
 
 @dataclass(frozen=True)
@@ -170,29 +163,24 @@ class _Wire(ChainedReduce):
 
     def chain(self, key: str, x: Tensor) -> Chain:
         n, size, dtype = x.numel(), self.comm.size, _WIRES[self.settings.dtype]
-        if self.settings.sums == "wire":
-            sent = self.buffers.at("sent", key, (n,), x, dtype)
-            self._round(sent, "error", key, x, 1 / size)  # divided before the sum, which then stays in range
-            yield self.comm.all_reduce(sent)
-        else:
-            part = -(-n // size)
-            sent = self.buffers.at("sent", key, (size * part,), x, dtype)
-            parts = self.buffers.at("parts", key, (size, part), x, dtype)
-            mean = self.buffers.at("mean", key, (part,), x)
-            self._round(sent[:n], "error", key, x, 1.0)
-            yield self.comm.all_to_all(parts, sent)
-            torch.sum(parts, 0, dtype=torch.float32, out=mean)
-            self._round(parts[0], "mean_error", key, mean, 1 / size)
-            yield self.comm.all_gather(sent, parts[0])
+        part = -(-n // size)
+        sent = self.buffers.at("sent", key, (size * part,), x, dtype)
+        parts = self.buffers.at("parts", key, (size, part), x, dtype)
+        mean = self.buffers.at("mean", key, (part,), x)
+        self._round(sent[:n], "error", key, x)
+        yield self.comm.all_to_all(parts, sent)
+        torch.sum(parts, 0, dtype=torch.float32, out=mean)
+        self._round(parts[0], "mean_error", key, mean.div_(size))
+        yield self.comm.all_gather(sent, parts[0])
         x.copy_(sent[:n])
 
-    def _round(self, out: Tensor, name: str, key: str, x: Tensor, factor: float) -> None:
-        """Sets out = factor * x in the wire's dtype, and keeps the rounding error."""
+    def _round(self, out: Tensor, name: str, key: str, x: Tensor) -> None:
+        """Sets out = x in the wire's dtype, and keeps the rounding error."""
         if not self.settings.feedback:
-            torch.mul(x, factor, out=out)
+            out.copy_(x)
             return
         error = self.kept.at(name, key, (x.numel(),), x)
-        error.add_(x, alpha=factor)
+        error.add_(x)
         out.copy_(error)
         error.sub_(out).nan_to_num_(0.0, 0.0, 0.0)
 

@@ -52,8 +52,8 @@ class Overlap(Technique):
     Saves: the time of communication, as far as compute covers it.
     Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
         gradients, and a line says so once, beside a technique that needs them whole (clipping), and with fp16 loss
-        scaling where the reducer may make a finite gradient infinite (LowRank, Wire in fp16 with sums="wire"). CUDA
-        graphs have no layers to wait for: a backward hides nothing, and late updates end before the model's forward.
+        scaling where the reducer may make a finite gradient infinite (LowRank). CUDA graphs have no layers to wait for:
+        a backward hides nothing, and late updates end before the model's forward.
         A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same buckets.
     Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler).
