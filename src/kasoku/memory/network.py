@@ -175,7 +175,7 @@ class InspectedNetwork:
     def check(self, x: Tensor) -> None:
         """Runs the planned network with NaN within segments. Raises InputError if its outputs change."""
         reads = f"the forward of {type(self.job.model).__name__} reads a tensor between two of its layers"
-        refused = InputError(f"SavedMemory: {reads}: put these layers into a block of their own")
+        refused = InputError(f"SavedMemory: {reads}: put these layers into a block of their own, or leave it out")
         tolerance = 2e-2 if any(unit.how.half is not None for unit in self.units) else 1e-3
         for proxy in self.proxies:
             proxy.checking = True
