@@ -47,7 +47,7 @@ NETWORKS = {  # the families, with fewer and thinner layers
     "regnetx_002": {},
     "torchvision.models.mobilenet_v3_small": {},
     "vit": SMALL,
-    "resnet": {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 2]},
+    "resnet": {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 2]},
 }
 OF_TRANSFORMERS = ("vit", "resnet")
 NO_TRANSFORMERS = pytest.mark.skipif(
@@ -181,9 +181,8 @@ def test_saved_memory_takes_a_library_network_or_refuses_it_in_a_line(name, reci
     else:
         refusal = ""
         assert_near(found, plain(name), 1e-3)
-    assert "kasoku: " in capsys.readouterr().out or re.match(
-        r"SavedMemory: .*(leave SavedMemory out|leave it out|set factor)", refusal
-    ), refusal
+    clear = re.match(r"SavedMemory: .*(leave SavedMemory out|leave it out|set factor)", refusal)
+    assert clear or "kasoku: " in capsys.readouterr().out, refusal
 
 
 @EVERY

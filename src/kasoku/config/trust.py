@@ -121,9 +121,7 @@ def check_keys(thing: Any, keys: Mapping[str, Any], path: str) -> None:
             safe = key == "checkpoint_path" and str(value).endswith(".safetensors")
             folder = key == "model_name" and ":" in str(value)  # local-dir:, hf-hub:
             if folder or (not safe and (key.startswith("pretrained_") or key == "checkpoint_path")):
-                wanted = (
-                    "a name alone, and checkpoint_path = FILE.safetensors, or the technique kasoku.models.Pretrained"
-                )
+                wanted = "a name alone with checkpoint_path = FILE.safetensors, or kasoku.models.Pretrained"
                 advice = f"give {wanted}; if you trust the file, add --allow timm"
                 raise InputError(f"{path}.{key}: makes timm load a file that can run code: {advice}")
 
