@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 990,
     "device": 610,
     "data": 4755,
-    "distributed": 5650,
+    "distributed": 5655,
     "memory": 2240,
     "config": 1510,
     "tune": 1775,

@@ -272,6 +272,12 @@ def test_a_folder_of_transformers_gives_network_weights_and_normalisation(tmp_pa
         network_of(model, 3, 3, 64)
 
 
+def test_compiled_blocks_group_a_batchnorm_that_also_activates(recipe_of):
+    eager = recipe_of("test_efficientnet", norm_batch=4)
+    compiled = replace(eager, techniques=(Compile(backend="eager"),))
+    assert_near(trained(compiled), trained(eager), 1e-4)
+
+
 def test_a_batchnorm_that_also_activates_is_grouped_whole():
     with torch.random.fork_rng():
         plain = timm.create_model("test_efficientnet", num_classes=3)

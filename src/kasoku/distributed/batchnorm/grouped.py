@@ -48,7 +48,9 @@ class Steer:
         """Steers the module, by a function that sets an attribute."""
         patch(self.norm, "steer", self)
         if not stays_in_place(self.norm):
-            patch(self.norm, "forward", MethodType(steered, self.norm))
+            # torch.compile does not see a mode that is set around what it compiles
+            forward = steered if _is_torchs(self.norm) else torch.compiler.disable(steered)  # type: ignore[no-untyped-call]
+            patch(self.norm, "forward", MethodType(forward, self.norm))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Steer:
         return self
@@ -136,17 +138,20 @@ def norms(model: nn.Module) -> list[_BatchNorm]:
 
 def steered(norm: Any, x: Tensor) -> Tensor:
     """The forward of a steered BatchNorm module."""
-    steer, own = steering(norm), type(norm).forward
-    if steer is not None and own.__module__.startswith("torch."):
-        return cast(Tensor, steer.forward(x))
-    if steer is None:
-        return cast(Tensor, own(norm, x))
+    steer = steering(norm)
+    if steer is None or _is_torchs(norm):
+        return cast(Tensor, type(norm).forward(norm, x) if steer is None else steer.forward(x))
     with _InOwnForward(steer) as grouped:
-        out = own(norm, x)
+        out = type(norm).forward(norm, x)
     if not grouped.called:
         wanted = "a BatchNorm whose forward calls torch's batch_norm is wanted"
         raise InputError(f"norm_batch, or several ranks: {type(norm).__name__} cannot group images: {wanted}")
     return cast(Tensor, out)
+
+
+def _is_torchs(norm: nn.Module) -> bool:
+    """Whether its forward is torch's, and does no more than to normalise."""
+    return str(type(norm).forward.__module__).startswith("torch.")
 
 
 class _InOwnForward(TorchFunctionMode):
