@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-SLOW = process or timing or data or browser or exhaustive or docs or matrix
+SLOW = process or timing or data or browser or exhaustive or docs or matrix or extras
 
 .PHONY: setup demo test test-rest test-all check docs fuzz bench combining records gpu dist clean
 .DEFAULT_GOAL := help

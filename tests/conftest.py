@@ -1,5 +1,6 @@
 """What all tests share: where the real images are, and the folder of recipes."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -9,6 +10,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests that n
 
 import pytest
 import torch
+
+
+def _let_torchvision_load() -> None:
+    """Where torchvision's operators were built for another torch, its import needs the schemas of some of them."""
+    found = importlib.util.find_spec("torchvision")
+    if found is not None and found.origin is not None:
+        try:
+            torch.ops.load_library(next(Path(found.origin).parent.glob("_C*.so")))
+        except (OSError, StopIteration):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            for name in ("nms", "qnms"):
+                torch.library.define(f"torchvision::{name}", schema)
+
+
+_let_torchvision_load()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

@@ -227,6 +227,12 @@ def test_too_few_outputs_are_said_before_the_start(trained, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_outputs_without_a_class_are_said_in_a_line(trained):
+    code, err = trained("nn.Linear(64, num_classes)", "nn.Linear(64, 12)")
+    assert code == 0
+    assert err == "kasoku: mine.Net has 12 outputs, and the data has 10 classes: give it num_classes\n"
+
+
 @pytest.mark.parametrize("library", ["sympy", "sqlalchemy", "torchvision.io"])
 def test_an_error_in_a_library_of_a_library_is_not_the_users(library):
     with pytest.raises(KeyError) as caught:

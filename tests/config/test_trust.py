@@ -105,6 +105,15 @@ def test_of_timm_no_argument_that_loads_a_pickle_is_taken(key: str) -> None:
     Factory("timm.models.network", {key: "x"})
 
 
+@pytest.mark.usefixtures("stand_ins")
+def test_of_timm_safetensors_and_plain_names_are_taken() -> None:
+    Factory("timm.models.network", {"checkpoint_path": "x.safetensors"})
+    Factory("timm.models.network", {"model_name": "resnet50.a1_in1k"})
+    for name in ("local-dir:x", "hf-hub:someone/network"):
+        with pytest.raises(InputError, match="model_name: makes timm load a file that can run code"):
+            Factory("timm.models.network", {"model_name": name})
+
+
 @pytest.mark.process
 def test_the_alarm_of_make_fuzz_rings() -> None:
     folder = Path(__file__).parents[1] / "fuzz"

@@ -107,6 +107,40 @@ def test_one_group_is_torchs_own_norm():
             assert torch.equal(weights(grouped)[name], x)
 
 
+class Activating(nn.BatchNorm2d):
+    """As timm's: its own forward does more."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(min=0)
+
+
+@pytest.mark.parametrize("norm_batch", [8, 4])
+def test_a_norm_that_also_activates_still_does_in_groups(norm_batch: int):
+    plain, grouped, x = Activating(3), Activating(3), torch.randn(8, 3, 4, 4)
+    job = Job(grouped, lambda m: sgd(m, lr=0.0), loader=[(x, x)], loss=functional.mse_loss)
+    job.apply(VirtualRanks(norm_batch))
+    out = job.model(x)
+    wanted = torch.cat([plain(part) for part in x.split(norm_batch)])
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0)
+    out.sum().backward()
+    job.optimizer.step()
+    assert int(grouped.num_batches_tracked) == 1
+    plain = Activating(3)
+    plain(x)
+    if norm_batch == 8:
+        assert_same({"mean": grouped.running_mean}, {"mean": plain.running_mean})
+
+
+def test_a_norm_that_never_calls_batch_norm_is_refused():
+    class Own(nn.BatchNorm2d):
+        def forward(self, x):
+            return x - x.mean()
+
+    job = Job(Own(3), lambda m: sgd(m, lr=0.0), loader=[]).apply(VirtualRanks(4))
+    with pytest.raises(InputError, match=r"Own cannot group images: .*calls torch's batch_norm"):
+        job.model(torch.randn(8, 3, 4, 4))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_running_statistics_move_once_an_update_by_total_variance(dtype: torch.dtype, tolerance: float):
     batches = loader(images(), "train", BATCH, seed=1, parts=4, dtype=dtype)

@@ -46,12 +46,43 @@ def test_a_model_that_fits_nothing_says_why():
         models.check_fits(nn.Sequential(nn.Flatten(), nn.Linear(5, 2)), (3, 32, 32), "mine")
 
 
-def test_a_model_that_reads_values_passes_unchecked():
-    class Reads(nn.Module):
-        def forward(self, x):
-            return x * float(x.mean())
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(192, 5)
 
-    models.check_fits(Reads(), (3, 8, 8), "reads")
+    def forward(self, x):
+        return self.head(x.flatten(1) * float(x.mean() > -1))
+
+
+def test_a_model_that_reads_values_computes_its_outputs_once():
+    model = Reads().train()
+    assert models.check_fits(model, (3, 8, 8), "reads") == 5
+    assert model.training
+    with pytest.raises(InputError, match=r"reads has fewer outputs than the data has classes \(6\)"):
+        models.check_fits(model, (3, 8, 8), "reads", classes=6)
+    assert models.check_fits(model, (3, 9, 9), "reads") == 0  # it fails for real, as the training will
+
+
+def test_a_network_made_for_one_size_is_told_the_sizes_it_can_be_made_for():
+    def at(side):
+        if side % 16:
+            raise AssertionError("patches")
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * side * side, 5))
+
+    assert models.check_fits(at(32), (3, 32, 32), "patchy", at=at) == 5
+    with pytest.raises(InputError, match="patchy does not fit images of 3x40x40: it takes 16x16, 32x32, 48x48, 64x64"):
+        models.check_fits(at(48), (3, 40, 40), "patchy", at=at)
+
+
+def test_an_assertion_of_a_network_is_a_misfit():
+    class Asserts(nn.Module):
+        def forward(self, x):
+            assert x.shape[-1] >= 32, "too small"
+            return x.flatten(1)
+
+    with pytest.raises(InputError, match="it needs at least 32x32"):
+        models.check_fits(Asserts(), (3, 8, 8), "mine")
 
 
 @pytest.mark.parametrize("training", [True, False])

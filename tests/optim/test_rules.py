@@ -11,6 +11,7 @@ from kasoku.core import Constant, InputError
 from kasoku.core.job import Job
 from kasoku.optim import Muon, Rate, SGDSettings, adamw, cross_entropy, muon, sgd
 from kasoku.optim.muon import orthogonalize
+from kasoku.optim.param_groups import split
 
 
 @pytest.mark.parametrize("make_rule", [sgd, adamw])
@@ -23,6 +24,14 @@ def test_biases_and_norms_do_not_decay_unless_asked(make_rule):
     asked = make_rule(model, weight_decay=0.1, decay_all=True).param_groups
     assert [g["weight_decay"] for g in asked] == [0.1]
     assert sum(len(g["params"]) for g in asked) == len(names)
+
+
+def test_parameters_that_the_model_exempts_do_not_decay():
+    model = Net()
+    model.no_weight_decay = lambda: {"head.weight"}
+    assert model.head.weight in set(split(model)[1])
+    assert model.stage[0].conv.weight in set(split(model)[0])
+    assert not split(model, decay_all=True)[1]
 
 
 def test_frozen_parameters_are_left_out_and_a_frozen_model_is_refused():

@@ -187,7 +187,7 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
         _say_once(comm, "the time is known once the batch is tuned; --set batch=N shows the choices for N images")
     elif arguments.data and not arguments.show:
         training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
-        _say_once(comm, dry_run.remark(recipe, training.dataset))
+        _say_once(comm, dry_run.remark(recipe, training.dataset, training.outputs))
         shown = {"data": info_of(training.dataset), "model": training.job.model, "first": _photo_rows(training)}
     if comm.rank == 0 and arguments.show:
         print(dumps(recipe), end="")
@@ -236,7 +236,7 @@ def _begin(
     recipe, ranks = training.recipe, training.job.comm.size
     _say_once(training.job.comm, schedule_warning(recipe))
     if not arguments.resume:
-        _say_once(training.job.comm, remark(recipe, training.dataset))
+        _say_once(training.job.comm, remark(recipe, training.dataset, training.outputs))
         training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
             from kasoku.tune.measurement import write_tuning

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kasoku.config import libraries
 from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.shipped import RECIPES, locate
 from kasoku.config.toml import Factory, nearest, override, parameters_of, parse, read, resolve, table
 from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.core.schedule import epoch_of
+from kasoku.data import Dataset
 from kasoku.device import Device
 
 T = TypeVar("T")
@@ -246,11 +248,21 @@ def check_data(recipe: Recipe) -> None:
             raise InputError(f"data.{name} is not given, and {recipe.data.use} needs it: --set data.{name}=...")
 
 
-def network(recipe: Recipe, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """The recipe's network. Raises InputError if its `use` gives no Module, or one that does not fit into memory."""
-    shape = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+def dataset(recipe: Recipe) -> Dataset:
+    """The recipe's data; of a network with a mean and a standard deviation of its own, normalised by these."""
+    data = checked(recipe.data(), Dataset, "data")
+    mean, std = libraries.normalisation(recipe.model) or ((), ())
+    return replace(data, mean=mean, std=std) if len(mean) == len(std) == data.channels else data
+
+
+def network(recipe: Recipe, num_classes: int, in_channels: int, image_size: int, *, weights: bool = True) -> nn.Module:
+    """The recipe's network. Raises InputError if its `use` gives no Module, or one that does not fit into memory.
+
+    `weights`: loads those that its keys name; False where a checkpoint follows, so that their file may be gone.
+    """
     try:
-        model = checked(recipe.model(**shape), nn.Module, "model")
+        made = libraries.build(recipe.model, num_classes, in_channels, image_size, weights=weights)
+        model = checked(made, nn.Module, "model")
         if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):  # of LazyLinear and its like
             with torch.no_grad():
                 model.eval()(torch.zeros(2, in_channels, image_size, image_size))

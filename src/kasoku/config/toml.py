@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
 from kasoku.core.attribution import attributed
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, summary
 
 T = TypeVar("T")
 _LEVELS = 30  # of a document
@@ -40,19 +40,27 @@ class Factory:
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", _arguments(resolve(self.use, "use"), self.keys, self.use))
 
+    @property
+    def name(self) -> str:
+        """The name of a network for messages: in its library, or `use`."""
+        return str(self.keys.get("model_name", self.use))
+
     def __call__(self, *args: Any, **more: Any) -> Any:
         """Calls it; of `more`, what its signature lacks or the keys have set already is left out."""
+        known = parameters_of(_lookup(self.use, "use"))
+        return self.call(*args, **{**{k: v for k, v in more.items() if k in known}, **self.keys})
+
+    def call(self, *args: Any, **arguments: Any) -> Any:
+        """Calls it with these arguments in place of its keys."""
         thing = _lookup(self.use, "use")  # `use` was checked when this was made; a loss is called at each step
-        known = parameters_of(thing)
-        rest = {k: v for k, v in more.items() if k in known and k not in self.keys}
         try:
-            inspect.signature(thing).bind(*args, **self.keys, **rest)
+            inspect.signature(thing).bind(*args, **arguments)
         except TypeError as error:
             raise InputError(f"{self.use}: {error}: give it as a key beside use") from error
         except ValueError:
             pass  # a builtin without a signature
         try:
-            return thing(*args, **self.keys, **rest)
+            return thing(*args, **arguments)
         except InputError:
             raise
         except ValueError as error:  # torch's way to refuse a setting
@@ -82,8 +90,14 @@ def _lookup(dotted: str, path: str) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name != name and not name.startswith(f"{error.name}."):
                 raise InputError(f'{path} = "{dotted}": {error}: install it') from error
+        except (ImportError, RuntimeError, OSError) as error:
+            if parts[0] not in trust.EXTRAS:
+                raise
+            advice = "install the torchvision that was built for this torch"  # timm imports it too
+            raise InputError(f'{path} = "{dotted}": {summary(error)}: {advice}') from error
     else:
-        raise InputError(f'{path} = "{dotted}": there is no module {parts[0]} on the import path: install it')
+        install = f"pip install 'kasoku[{parts[0]}]'" if parts[0] in trust.EXTRAS else "install it"
+        raise InputError(f'{path} = "{dotted}": there is no module {parts[0]} on the import path: {install}')
     for part in parts[end:]:
         if not hasattr(thing, part):
             public = [name for name in dir(thing) if not name.startswith("_")]

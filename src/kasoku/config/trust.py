@@ -10,7 +10,7 @@ its import folders searched.
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from kasoku.core import InputError, Schedule, Technique
 from kasoku.core.files import read_json
 
-_PACKAGES = ("torch.nn", "torch.optim", "torchvision.models", "torchvision.transforms", "timm.models")
+_TIMM = "timm.create_model"
+_PACKAGES = ("torch.nn", "torch.optim", "torchvision.models", "torchvision.transforms", "timm.models", _TIMM)
+EXTRAS = ("timm", "torchvision")  # of kasoku, each with the package of that name
 _FUNCTIONS = ("torch.nn.functional", "torch.nn.init")  # whose functions may be named
 _PUBLIC = ("core", "optim", "models", "device", "data", "distributed", "memory", "tune")  # packages of kasoku
 _KINDS = (Technique, Schedule, nn.Module, Optimizer, LRScheduler)
@@ -111,13 +113,16 @@ def check_callable(thing: Any, dotted: str, path: str) -> None:
         raise _refusal(dotted, path)
 
 
-def check_keys(thing: Any, keys: Iterable[str], path: str) -> None:
+def check_keys(thing: Any, keys: Mapping[str, Any], path: str) -> None:
     """Raises InputError for arguments with which timm would read a pickle."""
     module = str(getattr(thing, "__module__", ""))
     if _within(module, ("timm",)) and not _within(module, _allowed):
-        for key in keys:
-            if key.startswith("pretrained_") or key == "checkpoint_path":
-                advice = "use pretrained = true or kasoku.models.Pretrained; if you trust the file, add --allow timm"
+        for key, value in keys.items():
+            safe = key == "checkpoint_path" and str(value).endswith(".safetensors")
+            folder = key == "model_name" and ":" in str(value)  # local-dir:, hf-hub:
+            if folder or (not safe and (key.startswith("pretrained_") or key == "checkpoint_path")):
+                wanted = "a name alone with checkpoint_path = FILE.safetensors, or kasoku.models.Pretrained"
+                advice = f"give {wanted}; if you trust the file, add --allow timm"
                 raise InputError(f"{path}.{key}: makes timm load a file that can run code: {advice}")
 
 
@@ -171,8 +176,9 @@ def _is_public(thing: Any, module: str) -> bool:
 
 
 def _is_registered(thing: Any) -> bool:
-    """Whether torchvision or timm lists the function among its networks."""
+    """Whether torchvision or timm lists the function among its networks, or it makes timm's by name."""
     name, vision, timm = getattr(thing, "__name__", ""), *map(sys.modules.get, ("torchvision.models", "timm.models"))
     if vision and any(vision.get_model_builder(model) is thing for model in vision.list_models()):
         return True
-    return bool(timm and timm.is_model(name) and timm.model_entrypoint(name) is thing)
+    listed = timm and timm.is_model(name) and timm.model_entrypoint(name) is thing
+    return bool(timm and (listed or thing is getattr(timm, "create_model", None)))

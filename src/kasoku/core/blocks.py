@@ -10,17 +10,27 @@ from kasoku.core.errors import InputError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def blocks(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+def blocks(model: nn.Module, prefix: str = "", least: float = 0.0) -> list[tuple[str, nn.Module]]:
     """The model's blocks with their dotted names after `prefix`, in order of definition.
 
     A child of the model is a block; a container (Sequential, ModuleList) whose children are modules with children of
-    their own (a stage of residual blocks) is opened instead.
+    their own (a stage of residual blocks) is opened instead. So is a backbone or an encoder: a module that has such a
+    stage in it and more weights than `least`, by default half of the model's.
     """
     result: list[tuple[str, nn.Module]] = []
+    least = least or _weights(model) / 2
     for name, child in model.named_children():
-        stage = isinstance(child, nn.Sequential | nn.ModuleList) and any(len(list(c.children())) for c in child)
-        result += blocks(child, f"{prefix}{name}.") if stage else [(f"{prefix}{name}", child)]
+        opened = _is_stage(child) or (_weights(child) > least and any(map(_is_stage, child.modules())))
+        result += blocks(child, f"{prefix}{name}.", least) if opened else [(f"{prefix}{name}", child)]
     return result
+
+
+def _is_stage(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList) and any(len(list(c.children())) for c in module)
+
+
+def _weights(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def ignores_values(hook: F) -> F:

@@ -85,7 +85,7 @@ class LayerProxy(BoundToModel):
     def read_elsewhere(self) -> InputError:
         """The error if its output, which lies within a segment, is not for the next layer alone."""
         reads = f"the forward of {type(self.model).__name__} reads a tensor between two of its layers"
-        return InputError(f"SavedMemory: {reads}: put these layers into a block of their own")
+        return InputError(f"SavedMemory: {reads}: put these layers into a block of their own, or leave it out")
 
 
 class Within(Tensor):

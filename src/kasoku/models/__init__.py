@@ -5,6 +5,7 @@ from kasoku.models.check import check_fits
 from kasoku.models.cifarnet import cifarnet
 from kasoku.models.cnn4 import cnn4
 from kasoku.models.cnn11 import cnn11
+from kasoku.models.huggingface import huggingface
 from kasoku.models.pretrained import Pretrained, fill, freeze, load, read
 from kasoku.models.resnet import cifar_resnet18, cifar_resnet50, resnet18, resnet34, resnet50, resnet101, resnet152
 from kasoku.models.vgg import (
@@ -33,6 +34,7 @@ __all__ = [
     "cnn11",
     "fill",
     "freeze",
+    "huggingface",
     "load",
     "read",
     "resnet18",

@@ -1,7 +1,7 @@
 """Checks before training: counts, options, and whether a network takes images of a given size."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -9,8 +9,6 @@ from torch import nn
 from kasoku.core.errors import InputError
 
 USUAL_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 160, 192, 224, 256, 299, 384, 512)
-
-_TOO_FEW = "too few outputs"
 
 
 def check_counts(**counts: int) -> None:
@@ -32,51 +30,70 @@ def check_widths(widths: Sequence[int], stages: int) -> None:
         raise InputError(f"widths={widths}: channels of {stages} stages, each 1 or more")
 
 
-def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str, *, classes: int = 0) -> None:
+def check_fits(
+    model: nn.Module,
+    image_shape_CHW: Sequence[int],
+    model_name: str,
+    *,
+    classes: int = 0,
+    at: Callable[[int], nn.Module] | None = None,
+) -> int:
     """Run the model once on the meta device; if that fails, raise an error that names the size it needs.
 
-    With `classes`, also if it has fewer outputs.
+    Return the number of outputs for an image, or 0 if it is unknown; with `classes`, raise if there are fewer. `at`
+    makes the network for images of another size, if it depends on it.
 
     Nothing is computed and the model does not change: meta tensors replace its parameters and buffers during the
-    run. A model that cannot run on the meta device (it reads values, or creates tensors on a fixed device) passes
-    unchecked. Call this before hooks are registered, since they would run too.
+    run. A model that cannot run on the meta device (it reads values, or creates tensors on a fixed device) computes two
+    images with copies of them instead. Call this before hooks are registered, since they would run too.
 
     Raises:
         InputError: the model does not take images of this size or of this number of channels, or has too few outputs.
     """
     channels, height, width = image_shape_CHW
-    why = _failure(model, channels, height, width, classes)
-    if why is None:
-        return
-    if why == _TOO_FEW:
-        raise InputError(f"{model_name} has fewer outputs than the data has classes ({classes}): give it num_classes")
+    outputs = _outputs(model, channels, height, width)
+    if isinstance(outputs, int):
+        if 0 < outputs < classes:
+            few = f"{model_name} has fewer outputs than the data has classes ({classes})"
+            raise InputError(f"{few}: give it num_classes")
+        return outputs
     got = f"{model_name} does not fit images of {channels}x{height}x{width}"
     wanted = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
     if wanted != channels:
         raise InputError(f"{got}: it takes {wanted} channels; build it with in_channels={channels}")
-    fitting = [size for size in USUAL_SIZES if _failure(model, channels, size, size) is None]
+
+    def fits(size: int) -> bool:
+        try:
+            other = at(size) if at else model
+        except (AssertionError, RuntimeError, ValueError):  # InputError is a ValueError
+            return False
+        return isinstance(_outputs(other, channels, size, size), int)
+
+    fitting = [size for size in USUAL_SIZES if fits(size)]
     if not fitting:
-        raise InputError(f"{got}, nor any size from {USUAL_SIZES[0]} to {USUAL_SIZES[-1]}: {why}")
+        raise InputError(f"{got}, nor any size from {USUAL_SIZES[0]} to {USUAL_SIZES[-1]}: {outputs}")
     if len(fitting) < len([size for size in USUAL_SIZES if size >= fitting[0]]):  # the head is made for one size
         sizes = ", ".join(f"{size}x{size}" for size in fitting)
         raise InputError(f"{got}: it takes {sizes}; resize the images or choose another model")
-    sizes_below = range(1, fitting[0])
-    least = 1 + bisect_left(sizes_below, True, key=lambda size: _failure(model, channels, size, size) is None)
+    least = 1 + bisect_left(range(1, fitting[0]), True, key=fits)
     raise InputError(f"{got}: it needs at least {least}x{least}; enlarge the images or choose another model")
 
 
-def _failure(model: nn.Module, channels: int, height: int, width: int, classes: int = 0) -> str | None:
-    """The error of a run with this image size, in one line; None if it runs or cannot run on the meta device."""
+def _outputs(
+    model: nn.Module, channels: int, height: int, width: int, device: str | torch.device = "meta"
+) -> int | str:
+    """The outputs for an image of this size, 0 if unknown; or the error of the run on the meta device, in one line."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    images_NCHW = torch.empty(2, channels, height, width, device="meta", dtype=dtype)
+    state = {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}
+    first = next(model.parameters(), torch.empty(0))
+    images_NCHW = torch.zeros(2, channels, height, width, device=device, dtype=first.dtype)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             out = torch.func.functional_call(model, state, (images_NCHW,))
-    except NotImplementedError:
-        return None
-    except (RuntimeError, ValueError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return None if "meta" in line else line
-    return _TOO_FEW if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] < classes else None
+        if device != "meta":
+            return 0  # the training will say so
+        for_real = isinstance(error, NotImplementedError) or "meta" in line
+        return _outputs(model, channels, height, width, first.device) if for_real else line
+    return out.shape[1] if isinstance(out, torch.Tensor) and out.ndim == 2 else 0

@@ -1,8 +1,11 @@
 """Fine-tuning: loads published weights into a model and freezes its first blocks."""
 
 import functools
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +63,7 @@ def load(model: nn.Module, path: str | Path) -> list[str]:
     Raises:
         InputError: the file is missing, damaged, of another model, or has more than tensors. The model is unchanged.
     """
-    return fill(model, read(path), path)
+    return fill(model, _as_timm_converts(model, read(path)), path)
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
@@ -117,6 +120,21 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> list[s
     except RuntimeError as error:  # a layout or a device that holds no values
         raise InputError(f"{path}: tensors that cannot be copied: {summary(error)}") from None
     return fresh
+
+
+def _as_timm_converts(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights for a network of timm: position embeddings for its image size, first convolutions for its channels."""
+    module = sys.modules.get(type(model).__module__)
+    own = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if not module or not module.__name__.startswith("timm.") or own == {n: t.shape for n, t in state.items()}:
+        return state
+    convert, first = getattr(module, "checkpoint_filter_fn", None), getattr(model, "pretrained_cfg", {})["first_conv"]
+    with suppress(AttributeError, KeyError, RuntimeError, ValueError):  # not weights of this network: `fill` says so
+        state = convert(state, model) if convert else state
+        for name in [f"{conv}.weight" for conv in ([first] if isinstance(first, str) else first or ())]:
+            if own[name][1] != state[name].shape[1] == 3:
+                state[name] = import_module("timm.models").adapt_input_conv(own[name][1], state[name])
+    return state
 
 
 def freeze(model: nn.Module, blocks: int, *, patch: Callable[[nn.Module, str, Any], object] = setattr) -> list[str]:

@@ -1,6 +1,7 @@
 """What optimizers share: which parameters decay, and checks of their settings."""
 
 from math import inf
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,16 +11,19 @@ from kasoku.core import InputError
 def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """The trainable parameters as (decayed, undecayed); biases and norm parameters (one dimension) do not decay.
 
+    Nor do those that the model's own `no_weight_decay()` names, as timm's position embeddings.
+
     Raises:
         InputError: for a model without a trainable parameter.
 
     Ref: Goyal et al. 2017 (arXiv 1706.02677), 5.1: no weight decay on the parameters of BatchNorm.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise InputError(f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train")
-    decayed: list[Tensor] = [p for p in trainable if decay_all or p.ndim > 1]
-    undecayed: list[Tensor] = [p for p in trainable if not decay_all and p.ndim <= 1]
+    named: Any = getattr(model, "no_weight_decay", set)()
+    decayed: list[Tensor] = [p for name, p in trainable.items() if decay_all or (p.ndim > 1 and name not in named)]
+    undecayed: list[Tensor] = [p for name, p in trainable.items() if not decay_all and (p.ndim <= 1 or name in named)]
     return decayed, undecayed
 
 

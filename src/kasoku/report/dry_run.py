@@ -67,7 +67,7 @@ def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module, seconds: float) 
         row.append(f"{type(technique).__name__}({_changed(technique)})")
     unit, unit_s = next((unit for unit in (("s", 1), ("min", 60)) if seconds < 120 * unit[1]), ("h", 3600))
     return {
-        "network": f"{recipe.model.use}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
+        "network": f"{recipe.model.name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
         "classes": f"{len(data.classes)}: {_some(data.classes)}",
         "images": f"{len(data.train):,} to train, {len(data.test):,} to test ({split})",
         "image size": f"{data.image_size[0]} pixels",
@@ -76,7 +76,7 @@ def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module, seconds: float) 
     }
 
 
-def remark(recipe: Recipe, data: Dataset) -> str:
+def remark(recipe: Recipe, data: Dataset, outputs: int) -> str:
     """The classes with too few images, and outputs of the network without a class; empty if there are none."""
     found = []
     for split, few, line in ((data.train, 1, "one image to train with"), (data.test, 0, "no image to test with")):
@@ -84,10 +84,11 @@ def remark(recipe: Recipe, data: Dataset) -> str:
         names = [name for name, count in zip(data.classes, counts, strict=True) if count <= few]
         if names:
             found.append(f"{len(names)} of {len(data.classes)} classes with {line} ({_some(names)})")
-    outputs = recipe.model.keys.get("num_classes", 0)
     if outputs > len(data.classes):
-        got = f"model.num_classes = {outputs}, and the data has {len(data.classes)} classes"
-        found.append(f"{got}: leave num_classes out")
+        given = "num_classes" in recipe.model.keys
+        got = f"model.num_classes = {outputs}" if given else f"{recipe.model.name} has {outputs} outputs"
+        advice = "leave num_classes out" if given else "give it num_classes"
+        found.append(f"{got}, and the data has {len(data.classes)} classes: {advice}")
     return "; ".join(found)
 
 

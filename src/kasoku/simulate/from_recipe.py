@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous
-from kasoku.config.recipe import Recipe
-from kasoku.config.toml import Factory
+from kasoku.config.recipe import Recipe, network
 from kasoku.config.updates import data_info, evaluations, growth, pixel_share, updates, updates_in_epoch
 from kasoku.core import InputError
 from kasoku.data import Facts
@@ -203,17 +202,18 @@ def scenario(
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
     facts, note = data_info(recipe)
-    net = _inspect(recipe.model, facts)
+    net = _inspect(recipe, facts)
     profile = profiled(profiles, net) if profiles else None
     simulator = Simulator(cluster, net, shared, profile=profile, norm_batch=recipe.norm_batch)
     return Scenario(recipe, facts, simulator, (note,) if note else ())
 
 
-def _inspect(model: Factory, facts: Facts) -> ModelCosts:
+def _inspect(recipe: Recipe, facts: Facts) -> ModelCosts:
     with torch.device("meta"):
-        module = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
-    shape = (facts.channels, facts.side, facts.side)
-    return model_costs(model.use.rpartition(".")[2], module, shape)
+        module = network(recipe, facts.classes, facts.channels, facts.side, weights=False)
+    keys, use = recipe.model.keys, recipe.model.use
+    name = keys["model_name"].partition(".")[0] if "model_name" in keys else use.rpartition(".")[2]
+    return model_costs(name, module, (facts.channels, facts.side, facts.side))
 
 
 def sharing(recipe: Recipe, cluster: Cluster) -> Sharing:

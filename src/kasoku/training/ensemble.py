@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+from kasoku.config.libraries import normalisation
 from kasoku.config.ranks import ranks_of_member
 from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError, Solo, Wall, say
@@ -54,6 +55,8 @@ def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str
         recipes.append(load(settings))
     if any(recipe.data != recipes[0].data for recipe in recipes):
         raise InputError("--vary of data: the members of an ensemble see the same data; train them apart")
+    if any(normalisation(recipe.model) != normalisation(recipes[0].model) for recipe in recipes):
+        raise InputError("--vary of model: the networks normalise images differently; train them apart")
     return recipes
 
 

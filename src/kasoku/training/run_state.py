@@ -35,6 +35,7 @@ class Training:
     device_setup: Chosen
     total_steps: int
     start: Start  # the tasks of the start-up, with their times
+    outputs: int = 0  # of the network for an image; 0: unknown
 
     def describe(self, run: RunFolder, import_folders: Sequence[str] | None) -> None:
         """Writes what a run trains before it starts: its data, its machine, its resolved recipe, unequal shares.

@@ -66,7 +66,7 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
             raise ValueError("not the shape of any data")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{data}: damaged or missing ({summary(error)}): train again") from error
-    model = recipes.network(recipe, len(shown["classes"]), channels, shown["image_size"][0])
+    model = recipes.network(recipe, len(shown["classes"]), channels, shown["image_size"][0], weights=False)
     weights = checked_file(path, "best.safetensors")
     if not weights.exists():
         saved = newest(path, warn=say)
@@ -179,7 +179,8 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
             train, test = cast(Files, photos.train), cast(Files, photos.test)
             everything = Files(train.paths + test.paths, torch.cat([train.labels_N, test.labels_N]))
             photos = dataclasses.replace(photos, test=everything)
-        dataset = dataclasses.replace(photos, channels=trained.channels, mean=trained.mean, std=trained.std)
+        dataset = dataclasses.replace(photos, channels=trained.channels)
+    dataset = dataclasses.replace(dataset, mean=trained.mean, std=trained.std)
     if dataset.classes != trained.classes:
         unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
         got = f"other classes than {trained.path} was trained on ({', '.join(unlike)})"

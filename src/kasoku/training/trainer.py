@@ -13,7 +13,7 @@ from torch import nn
 
 from kasoku.config import recipe as recipes
 from kasoku.config.ranks import check_share, derived_techniques, is_asynchronous
-from kasoku.config.recipe import Recipe, checked, optimizer
+from kasoku.config.recipe import Recipe, optimizer
 from kasoku.config.toml import resolve
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, Job, attributed
@@ -224,7 +224,7 @@ def build(
     start.add("first batch", lambda loaders: None if train_loader else loaders[0].warm())
     results = start.wait()
     tasks = start.do("agreement", lambda: run_on_all_ranks(comm, results))
-    dataset, model, (train, test) = (tasks[name] for name in ("data", "model", "loaders"))
+    dataset, (model, outputs), (train, test) = (tasks[name] for name in ("data", "model", "loaders"))
     facts = {"data": tasks["digest"], "model": model_facts(model)}
     start.do("comparison", lambda: assert_same_on_all_ranks(comm, facts))
     job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
@@ -233,7 +233,7 @@ def build(
     total = updates(recipe, train.images)
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
-    return Training(recipe, job, dataset, test, device_setup, total, start)
+    return Training(recipe, job, dataset, test, device_setup, total, start, outputs)
 
 
 def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) -> Chosen:
@@ -245,7 +245,7 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
     scan = OneScan(comm)
 
     def data() -> Dataset:
-        return scan.build(lambda: dataset or checked(recipe.data(), Dataset, "data"))
+        return scan.build(lambda: dataset or recipes.dataset(recipe))
 
     def device() -> Chosen:
         choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.ranks_on_its_cores)
@@ -273,13 +273,22 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
     return device_setup
 
 
-def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.device) -> nn.Module:
-    """The network on the device: it fits the shape of the images, and its `prepare`, if any, has seen some of them."""
-    check_fits(network, (data.channels, *data.image_size), recipe.model.use, classes=len(data.classes))
+def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.device) -> tuple[nn.Module, int]:
+    """The network on the device, and the number of its outputs, 0 if unknown.
+
+    It fits the shape of the images, and its `prepare`, if any, has seen some of them.
+    """
+    classes = len(data.classes)
+
+    def at(side: int) -> nn.Module:
+        with torch.device("meta"):
+            return recipes.network(recipe, classes, data.channels, side, weights=False)
+
+    outputs = check_fits(network, (data.channels, *data.image_size), recipe.model.name, classes=classes, at=at)
     prepare: Any = getattr(network, "prepare", None)
     if prepare is not None:
         prepare(sample(data, 5000))
-    return network.to(device)
+    return network.to(device), outputs
 
 
 def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Sequence[int]) -> None:

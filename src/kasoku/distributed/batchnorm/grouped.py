@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from kasoku.core import Comm, InputError, Trace
 from kasoku.core.blocks import stays_in_place, steering, values_of_group
@@ -47,7 +48,9 @@ class Steer:
         """Steers the module, by a function that sets an attribute."""
         patch(self.norm, "steer", self)
         if not stays_in_place(self.norm):
-            patch(self.norm, "forward", MethodType(steered, self.norm))
+            # torch.compile does not see a mode that is set around what it compiles
+            forward = steered if _is_torchs(self.norm) else torch.compiler.disable(steered)  # type: ignore[no-untyped-call]
+            patch(self.norm, "forward", MethodType(forward, self.norm))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Steer:
         return self
@@ -136,7 +139,35 @@ def norms(model: nn.Module) -> list[_BatchNorm]:
 def steered(norm: Any, x: Tensor) -> Tensor:
     """The forward of a steered BatchNorm module."""
     steer = steering(norm)
-    return cast(Tensor, type(norm).forward(norm, x) if steer is None else steer.forward(x))
+    if steer is None or _is_torchs(norm):
+        return cast(Tensor, type(norm).forward(norm, x) if steer is None else steer.forward(x))
+    with _InOwnForward(steer) as grouped:
+        out = type(norm).forward(norm, x)
+    if not grouped.called:
+        wanted = "a BatchNorm whose forward calls torch's batch_norm is wanted"
+        raise InputError(f"norm_batch, or several ranks: {type(norm).__name__} cannot group images: {wanted}")
+    return cast(Tensor, out)
+
+
+def _is_torchs(norm: nn.Module) -> bool:
+    """Whether its forward is torch's, and does no more than to normalise."""
+    return str(type(norm).forward.__module__).startswith("torch.")
+
+
+class _InOwnForward(TorchFunctionMode):
+    """Groups the images of a BatchNorm whose own forward does more than torch's: that of timm activates too."""
+
+    def __init__(self, steer: Steer) -> None:
+        super().__init__()
+        self.steer, self.called = steer, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.batch_norm:
+            self.called = True
+            return self.steer.forward(args[0])
+        if func is Tensor.add_ and args[0] is self.steer.norm.num_batches_tracked:
+            return args[0]  # the technique that steers it counts
+        return func(*args, **(kwargs or {}))
 
 
 def _group(norm: Any, x: Tensor, take: Take) -> Tensor:

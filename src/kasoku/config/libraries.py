@@ -1,0 +1,81 @@
+"""Networks of timm, torchvision and transformers: what their functions are given, and how they want images normalised.
+
+The functions take **kwargs, so that their signatures do not tell what they take. A library is imported where a recipe
+names it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from kasoku import models
+from kasoku.config.toml import Factory, nearest, resolve
+from kasoku.core import InputError
+from kasoku.core.files import read_json
+
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, a number for each channel
+
+
+def build(model: Factory, classes: int, channels: int, side: int, *, weights: bool = True) -> Any:
+    """Calls a recipe's `model` with what follows from the data, and with its keys, which go first.
+
+    `weights`: loads those that the keys name.
+    """
+    library, keys = _library(model), dict(model.keys)
+    if not library:
+        network = model(num_classes=classes, in_channels=channels, image_size=side)
+    elif library == "torchvision":  # published weights decide the number of classes
+        network = model.call(**({} if keys.get("weights") else {"num_classes": classes}), **keys)
+    else:
+        if not weights:
+            keys["pretrained"] = False
+        if library == "timm":
+            file = keys.pop("checkpoint_path", "")
+            sized = {"img_size": side} if _timm_config(model).fixed_input_size else {}
+            network = model.call(**{"num_classes": classes, "in_chans": channels, **sized, **keys})
+            if file and weights:
+                models.load(network, file)
+        else:
+            network = model.call(**{"num_labels": classes, "num_channels": channels, "image_size": side, **keys})
+    if any(kind.__module__.startswith("transformers.") for kind in type(network).__mro__):
+        network.register_forward_hook(logits_of)
+    return network
+
+
+def logits_of(model: object, images: object, output: Any) -> Any:
+    """A forward hook: the logits in an output of transformers."""
+    return getattr(output, "logits", output)
+
+
+def normalisation(model: Factory) -> Normalisation | None:
+    """The mean and standard deviation in the network's own config; None without one."""
+    if _library(model) == "timm":
+        config = _timm_config(model)
+        return tuple(config.mean), tuple(config.std)
+    file = Path(str(model.keys.get("model_name"))) / "preprocessor_config.json"
+    if _library(model) != "huggingface" or not file.is_file():
+        return None
+    found = read_json(file)
+    try:
+        return tuple(map(float, found["image_mean"])), tuple(map(float, found["image_std"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file}: image_mean and image_std are wanted, with a number for each channel") from error
+
+
+def _library(model: Factory) -> str:
+    """The library of a network's function: timm, torchvision, huggingface; empty for others, and for classes."""
+    function = resolve(model.use, "model.use")
+    top = "" if isinstance(function, type) else str(function.__module__).partition(".")[0]
+    return "huggingface" if function is models.huggingface else top if top in ("timm", "torchvision") else ""
+
+
+def _timm_config(model: Factory) -> Any:
+    """Timm's config of a network. Raises InputError with the nearest name for one that timm does not have."""
+    import timm
+
+    name = str(model.keys.get("model_name", model.use.rpartition(".")[2]))
+    architecture, _, tag = name.partition(".")
+    tagged = timm.list_models(f"{architecture}.*", include_tags=True)
+    if timm.is_model(architecture) and (not tag or name in tagged):
+        return timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
+    close = nearest(name, tagged or timm.list_models()) or "; timm.list_models() has all"
+    raise InputError(f'model.model_name = "{name}": timm has no such network{close}')
