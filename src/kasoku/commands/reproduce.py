@@ -165,11 +165,7 @@ def _outcome(place: Path, text: str) -> dict[str, Any]:
 
 def _files(place: Path) -> dict[str, Any]:
     """The result of one of kasoku's own commands, with lines for figures of a training and of a profile."""
-    result: dict[str, Any] = {}
-    for name in _RESULTS:
-        if (place / name).is_file():
-            result = read_json(place / name)
-            break
+    result = next(filter(None, (read_json(place / name) for name in _RESULTS)), {})
     metrics = place / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     top1 = [[line["epoch"], line["test_top1"]] for line in lines if "test_top1" in line]

@@ -111,11 +111,12 @@ def panels(document: Document, here: Results, long: Results) -> list[tuple[str, 
     for part in document["parts"]:
         for figure in part.get("figures", ()):
             lines = {f"published: {name}": points for name, points in figure.get("published", {}).items()}
-            own = {}
-            for source, results in (("here", here), ("recorded", long)):
-                for label, key in figure["lines"].items():
-                    if points := value_of(key, results.get(part["name"], {})):
-                        own[f"{label}, {source}"] = points
+            own = {
+                f"{label}, {source}": points
+                for source, results in (("here", here), ("recorded", long))
+                for label, key in figure["lines"].items()
+                if (points := value_of(key, results.get(part["name"], {})))
+            }
             if own:
                 panel = Panel(figure["y"], own | lines, figure.get("y_log", False), markers=True)
                 drawn.append((figure["title"], panel, figure["x"], figure.get("x_log", False)))
