@@ -103,7 +103,7 @@ def train(
 
         members = list(zip(trainings, run_on_all_ranks(comm, folders), strict=True))
         # when all folders are there, and before any member trains
-        run_on_all_ranks(comm, lambda: [training.describe(run, own_modules) for training, run in members if run])
+        run_on_all_ranks(comm, lambda: _describe(members, own_modules))
         try:
             alone = len(own) < 2 or isinstance(trainings[0].dataset.train, Memory)
             outcome = (_one_after_the_other if alone else _take_turns)(
@@ -154,6 +154,12 @@ def _build(recipes: Sequence[Recipe], own: Sequence[Recipe], comm: Comm) -> list
     loader = first.job.plain_loader
     loaders = loader.members(len(own)) if len(own) > 1 else [loader]
     return [build(r, comm, dataset=dataset, train_loader=each) for r, each in zip(own, loaders, strict=True)]
+
+
+def _describe(members: Members, own_modules: Sequence[str] | None) -> None:
+    for training, run in members:
+        if run:
+            training.describe(run, own_modules)
 
 
 def _batch_settings(recipe: Recipe) -> tuple[object, ...]:
