@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
@@ -18,9 +19,12 @@ from kasoku.cli import VERBS
 from kasoku.commands import arguments
 from kasoku.config import describe
 from kasoku.core import Technique
-from kasoku.report import documents
 
 DOCS = Path(__file__).parent
+sys.path.append(str(DOCS.parent / "benchmarks"))
+
+import claims  # noqa: E402 - after its folder
+
 COMBINING = DOCS.parent / "tests" / "files" / "combining.json"  # written by `make combining`
 MARKED = re.compile(r"(<!-- generated: (\w+) ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"\d\.\d|\d ?(%|(us|ms|s|min|times|MB)\b)")  # may look measured
@@ -196,8 +200,8 @@ def combining() -> str:
 
 def document(name: str) -> str:
     """The claims of a document with what was recorded of them, from its description and the recorded results."""
-    described = documents.read(name)
-    found = documents.rows(described, {}, documents.recorded(name), {})
+    described = claims.read(name)
+    found = claims.rows(described, {}, claims.recorded(name), {})
     parts = [(part["section"], part["title"], part.get("set", ""), part["name"]) for part in described["parts"]]
     head = ["section", "claim", "published", "holds if", "recorded", "verdict recorded", "why"]
     keys = [column.replace(" ", "_") for column in head]
@@ -205,7 +209,7 @@ def document(name: str) -> str:
         [
             f"## {described['title']}",
             f"{described['source']} ({cited(f'[{name}]')}).",
-            f"`kasoku reproduce {name}`; claims: {documents.counts(found)}.",
+            f"`kasoku reproduce {name}`; claims: {claims.counts(found)}.",
             table(["section", "experiment", "here on", "`--part`"], parts),
             table(head, [[str(getattr(row, key)) for key in keys] for row in found]),
         ]

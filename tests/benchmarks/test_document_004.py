@@ -13,7 +13,6 @@ from PIL import Image
 
 from kasoku.config import recipe as recipes
 from kasoku.data.decode.decode import decode
-from kasoku.report import documents
 from kasoku.tune.search_space import read_space
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -69,9 +68,8 @@ def test_importing_kasoku_fails_in_the_other_program():
 
 @pytest.mark.process
 def test_a_command_is_given_the_folder_of_benchmarks(tmp_path, monkeypatch):
-    from kasoku.commands import reproduce
-
-    monkeypatch.setattr(documents, "CHECKOUT", tmp_path)
+    reproduce = importlib.import_module("reproduce")
+    monkeypatch.setattr("claims.CHECKOUT", tmp_path)
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "say.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
     done = reproduce._outcome(tmp_path / "out", "benchmarks/say.py {benchmarks}/space.toml {out}")

@@ -18,7 +18,10 @@ from safetensors.torch import load_file
 
 import kasoku
 from kasoku.cli import main
-from kasoku.core import InputError
+from kasoku.config.toml import table
+from kasoku.core import InputError, Technique
+from kasoku.distributed import Asynchronous, Overlap, Wire
+from kasoku.memory import SavedMemory
 from kasoku.optim import Lookahead
 from kasoku.training.run_folder import load_recipe
 
@@ -296,7 +299,7 @@ def test_a_time_of_a_technique_in_an_older_run_needs_a_new_training(tmp_path, ca
     assert "techniques.1.until = 0.5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_older_run_is_read_if_its_removed_settings_did_nothing(number, digits_run, tmp_path, capsys):
     run = shutil.copytree(digits_run, tmp_path / "run")
     recipe, document = run / "recipe.toml", tomllib.loads((run / "recipe.toml").read_text())
@@ -317,9 +320,36 @@ def test_an_older_run_is_read_if_its_removed_settings_did_nothing(number, digits
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"{recipe}: kasoku.optim.averaging.Lookahead: power = 3.0: an older version wrote it: train anew" in error
-    write(3, old)  # of today
+    write(4, old)  # of today
     assert main(["eval", str(run)]) == 2
     assert "techniques[0].power: no such key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("technique", "name", "did_nothing", "changed"),
+    [
+        (SavedMemory(), "bf16", False, True),
+        (Overlap(reducer=Wire()), "sums", "fp32", "wire"),
+        (Asynchronous(), "servers", 0, 1),
+        (Asynchronous(), "remedies", {"predict": -1.0, "momentum": -1.0}, {"predict": 2.0, "momentum": -1.0}),
+    ],
+    ids=["bf16", "sums", "servers", "remedies"],
+)
+def test_settings_removed_since_are_read_or_named(technique, name, did_nothing, changed, digits_run, tmp_path):
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    (run / "manifest.json").unlink()
+    document, written = tomllib.loads((run / "recipe.toml").read_text()), table([technique])
+    holder = written[0].get("reducer") if isinstance(technique, Overlap) else written[0]
+
+    def read(value: object) -> tuple[Technique, ...]:
+        holder[name] = value
+        text = tomli_w.dumps(document | {"techniques": written})
+        (run / "recipe.toml").write_text(f"# format 3 of kasoku's run folders\n{text}")
+        return load_recipe(run).techniques
+
+    assert read(did_nothing) == (technique,)
+    with pytest.raises(InputError, match=rf"{name} = .*: an older version wrote it: train anew"):
+        read(changed)
 
 
 def test_a_run_of_muon_with_normalize_is_read_and_resumed(tmp_path, capsys):

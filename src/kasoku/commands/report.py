@@ -79,11 +79,8 @@ def _with_own_names(groups: Sequence[Group]) -> list[Group]:
     each = [_settings(runs[0].recipe) for _, runs in groups]
     keys = sorted({key for settings in each for key in settings})
     differ = [key for key in keys if len({json.dumps(settings.get(key), default=str) for settings in each}) > 1]
-    out: list[Group] = []
-    for i, (name, runs) in enumerate(groups):
-        more = ", ".join(f"{key}={each[i].get(key, 'none')}" for key in differ[:3])
-        out.append((f"{name} ({more or f'group {i + 1}'})", runs))
-    return out
+    more = [", ".join(f"{key}={settings.get(key, 'none')}" for key in differ[:3]) for settings in each]
+    return [(f"{name} ({more[i] or f'group {i + 1}'})", runs) for i, (name, runs) in enumerate(groups)]
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:

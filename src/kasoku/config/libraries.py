@@ -4,6 +4,7 @@ The functions take **kwargs, so that their signatures do not tell what they take
 names it.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,9 @@ def _timm_config(model: Factory) -> Any:
     import timm
 
     name = str(model.keys.get("model_name", model.use.rpartition(".")[2]))
-    architecture, _, tag = name.partition(".")
-    tagged = timm.list_models(f"{architecture}.*", include_tags=True)
-    if timm.is_model(architecture) and (not tag or name in tagged):
-        return timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
+    if timm.is_model(name):
+        with suppress(RuntimeError):  # it has no such tag
+            return timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
+    tagged = timm.list_models(f"{name.partition('.')[0]}.*", include_tags=True)
     close = nearest(name, tagged or timm.list_models()) or "; timm.list_models() has all"
     raise InputError(f'model.model_name = "{name}": timm has no such network{close}')

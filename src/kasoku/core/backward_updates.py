@@ -21,17 +21,21 @@ from torch import Tensor
 from kasoku.core.comm import Work
 from kasoku.core.errors import InputError
 from kasoku.core.job import Job
-from kasoku.core.job_state import GradientExchange, Hyper, InBackward
+from kasoku.core.job_state import GradientExchange, Hyper
 
 LIMIT = 2**25  # bytes of gradients that are averaged at once; one bucket may have more
 
 
-class BackwardUpdates(InBackward):
+class BackwardUpdates:
     """Updates the parameters of a job in backward, unless something needs all gradients at once.
 
     Attributes:
         name: of the technique that messages are about.
+        exchange: averages the gradients of several ranks in backward; None without one.
         placeholders: of the gradients that were used, or whose factors a layer holds.
+        senders: for weights whose layer may exchange the factors of their gradient. The exchange calls `senders[p]()`
+            on all ranks, in the turn of p's bucket, if no other gradient is in it. True: the layer has started to
+            exchange factors. False: `p.grad` is the gradient, to be averaged.
     """
 
     def __init__(self, job: Job, name: str, *, enabled: bool, show: bool) -> None:
@@ -49,6 +53,10 @@ class BackwardUpdates(InBackward):
             job.on_close(self.clear)
 
     def active(self, *, exchanged: bool = False) -> bool:
+        """Whether gradients are used as they arrive; known after all techniques are applied. Says why not, once.
+
+        `exchanged`: as if an exchange took part already.
+        """
         job, rule, exchanged = self.job, type(self.job.optimizer), exchanged or self.exchange is not None
         reason = ""
         if job.needs_whole_gradients or job.vetoes_steps:
@@ -72,25 +80,33 @@ class BackwardUpdates(InBackward):
             self.free_gradient(p)
 
     def settings(self) -> Hyper:
+        """The optimizer's settings when the first gradient of this step arrived: those of all its updates."""
         self._settings = self._settings or self.job.hyper()
         return self._settings
 
     def free_gradient(self, p: Tensor) -> None:
+        """Puts a placeholder in place of the gradient of a parameter."""
         p.grad = self.placeholders[p] = p.new_full((), float("nan")).expand(p.shape)
 
     # ---- pending updates
 
     def reserve(self, n: int) -> None:
+        """Waits for the oldest updates until n more bytes may be used.
+
+        With accumulated gradients it does not wait, since those that are averaged are then freed.
+        """
         self._most = max(self._most, n)
         while self._pending and self._bytes + n > self._most and self.job.accumulate == 1:
             self._finish_first()
         self._bytes += n
 
     def enqueue(self, n: int, works: Sequence[Work], update: Callable[[], object]) -> None:
+        """Runs an update, for which n bytes are reserved, when its collectives have ended."""
         self._pending.append((n, works, update))
         self.reserve(0)  # more may have been used while nothing could be waited for
 
     def finish(self, *, wait: bool) -> None:
+        """Runs the updates whose collectives have ended; waits for all of them, or for none."""
         while self._pending and (wait or all(work.done() for work in self._pending[0][1])):
             self._finish_first()
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, default_comm
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import Batch, Batches, Hyper, InBackward, Patches, Stateful
+from kasoku.core.job_state import Batch, Batches, Hyper, Patches, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
@@ -50,7 +50,7 @@ class Job:
     Attributes:
         steps: optimizer steps so far.
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
-        in_backward: of a technique that uses gradients as they arrive; None without one.
+        in_backward: the `BackwardUpdates` of a technique that uses gradients as they arrive; None without one.
         vetoes_steps: an applied technique decides at each step whether any parameter changes.
         step_comm: the ranks that make each step together; not all of `comm` where ranks run ahead, until a sync point.
         patches: what techniques changed in other objects.
@@ -79,7 +79,7 @@ class Job:
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
         self.needs_whole_gradients = self.vetoes_steps = False
-        self.in_backward: InBackward | None = None
+        self.in_backward: Any = None
         self.patches = Patches()
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}

@@ -1,13 +1,13 @@
-"""The parts of a job: its changes to other objects, its loader, what has a state, and both sides of early updates."""
+"""The parts of a job: its changes to other objects, its loader, objects with a state, and the exchange of gradients."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from kasoku.core.comm import Comm, Work
+from kasoku.core.comm import Comm
 
 Batch = tuple[Tensor, Tensor]
 Hyper = list[dict[str, Any]]
@@ -37,44 +37,6 @@ class GradientExchange(Protocol):
 
     def hold(self, p: Tensor) -> None:
         """Notes that the layer of p keeps the factors of its gradient until the turn of p's bucket."""
-
-
-class InBackward(Protocol):
-    """Updates parameters in backward (core/backward_updates.py), as the `GradientExchange` between ranks sees it.
-
-    Attributes:
-        exchange: averages the gradients of several ranks in backward; None without one.
-        senders: for weights whose layer may exchange the factors of their gradient. The exchange calls `senders[p]()`
-            on all ranks, in the turn of p's bucket, if no other gradient is in it. True: the layer has started to
-            exchange factors. False: `p.grad` is the gradient, to be averaged.
-    """
-
-    exchange: GradientExchange | None
-    senders: dict[Tensor, Callable[[], bool]]
-
-    def active(self, *, exchanged: bool = False) -> bool:
-        """Whether gradients are used as they arrive; known after all techniques are applied. Says why not, once.
-
-        `exchanged`: as if an exchange took part already.
-        """
-
-    def settings(self) -> Hyper:
-        """The optimizer's settings when the first gradient of this step arrived: those of all its updates."""
-
-    def free_gradient(self, p: Tensor) -> None:
-        """Puts a placeholder in place of the gradient of a parameter."""
-
-    def reserve(self, n: int) -> None:
-        """Waits for the oldest updates until n more bytes may be used.
-
-        With accumulated gradients it does not wait, since those that are averaged are then freed.
-        """
-
-    def enqueue(self, n: int, works: Sequence[Work], update: Callable[[], object]) -> None:
-        """Runs an update, for which n bytes are reserved, when its collectives have ended."""
-
-    def finish(self, *, wait: bool) -> None:
-        """Runs the updates whose collectives have ended; waits for all of them, or for none."""
 
 
 class Patches(ExitStack):

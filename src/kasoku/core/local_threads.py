@@ -7,6 +7,7 @@ detected at once and named. torch's CPU random state travels with the turn: each
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import defaultdict
@@ -167,9 +168,7 @@ class _ThreadComm(Comm):
 def _reduced(parts: list[Tensor], op: str = "sum") -> Tensor:
     if op == "max":
         return torch.stack(parts).amax(0)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
+    total = functools.reduce(torch.add, parts)
     return total / len(parts) if op == "mean" else total
 
 

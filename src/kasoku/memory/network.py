@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kasoku.core import InputError, Job
 from kasoku.core.backward_updates import LIMIT
+from kasoku.core.job_state import GradientExchange
 from kasoku.memory.graph import LayerGraph
 from kasoku.memory.inspection import CallLog, LayerProxy, chains_of, memory_of, record_forward
 from kasoku.memory.large_linear import LinearInBackward
@@ -228,7 +229,7 @@ def _units_and_choices(
 
 def _bytes_in_flight(job: Job, params: Sequence[Tensor], factors: Mapping[Tensor, int]) -> int:
     """Bytes of the gradients, or of their factors, that are averaged in backward at once, at most."""
-    exchange = job.in_backward.exchange if job.in_backward is not None else None
+    exchange: GradientExchange | None = job.in_backward.exchange if job.in_backward is not None else None
     if exchange is None:
         return 0
     buckets = [exchange.bucket_bytes(p) for p in params if p not in factors]

@@ -5,7 +5,9 @@ from the rows of all ranks. So the first bottleneck is the one most worth removi
 """
 
 import statistics
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -277,20 +279,13 @@ def layer_s(device: torch.device) -> float:
                 layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     network = nn.Sequential(*layers).to(device)
     x = torch.zeros((2, 8) if on_gpu else (2, 8, 4, 4), device=device)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.enable_grad():
-            return fastest_s(lambda: network(x).sum().backward(), device) / len(network)
-    finally:
-        torch.set_num_threads(threads)
+    with ExitStack() as stack, torch.enable_grad():
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        return fastest_s(lambda: network(x).sum().backward(), device) / len(network)
 
 
 def fastest_s(f: Callable[[], object], device: torch.device) -> float:
     """The least seconds of a few calls, since other processes lengthen some of them."""
-    times_s, watch = [], Stopwatch(Wall(), device)
-    for _ in range(_TRIES):
-        begin_s = watch.synchronize()
-        f()
-        times_s.append(watch.synchronize() - begin_s)
-    return min(times_s)
+    watch = Stopwatch(Wall(), device)
+    return min(timeit.repeat(lambda: (f(), watch.synchronize()), watch.synchronize, number=1, repeat=_TRIES))

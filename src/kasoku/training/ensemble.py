@@ -43,16 +43,14 @@ def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str
     """
     if members < 2:
         raise InputError(f"--members {members}: at least 2 make an ensemble")
-    seed, recipes = load([]).seed, []
-    for i in range(members):
-        settings = [f"seed={seed + i}"]
-        for setting in vary:
-            path, _, values = setting.partition("=")
-            chosen = values.split(",")
-            if len(chosen) != members:
-                raise InputError(f"--vary {setting}: {len(chosen)} values for {members} members: one for each")
-            settings.append(f"{path}={chosen[i]}")
-        recipes.append(load(settings))
+    seed = load([]).seed
+    columns = [[f"seed={seed + i}" for i in range(members)]]
+    for setting in vary:
+        path, _, values = setting.partition("=")
+        columns.append([f"{path}={value}" for value in values.split(",")])
+        if len(columns[-1]) != members:
+            raise InputError(f"--vary {setting}: {len(columns[-1])} values for {members} members: one for each")
+    recipes = [load(list(settings)) for settings in zip(*columns, strict=True)]
     if any(recipe.data != recipes[0].data for recipe in recipes):
         raise InputError("--vary of data: the members of an ensemble see the same data; train them apart")
     if any(normalisation(recipe.model) != normalisation(recipes[0].model) for recipe in recipes):

@@ -30,10 +30,14 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
-_FORMAT = "# format 3 of kasoku's run folders: a time below 1 is a share of the training\n"
-_REMOVED: dict[str, dict[str, Any]] = {  # settings before format 3: the values that changed nothing; None: any
+_FORMAT = "# format 4 of kasoku's run folders: a time below 1 is a share of the training\n"
+_REMEDIES = {"predict": -1, "momentum": -1}
+_REMOVED: dict[str, dict[str, Any]] = {  # settings of older formats: the values that changed nothing; None: any
     "kasoku.optim.averaging.Lookahead": {"power": 0, "epochs": None},
     "kasoku.optim.muon": {"normalize": True},
+    "kasoku.memory.saved_memory.SavedMemory": {"bf16": False},
+    "kasoku.distributed.ddp.compression.Wire": {"sums": "fp32"},
+    "kasoku.distributed.async_sgd.asynchronous.Asynchronous": {"servers": 0, "remedies": _REMEDIES},
 }
 _TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
@@ -158,7 +162,7 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
                 f"training; only {', '.join(CHANGEABLE)} may change"
             )
-    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith(("# format 2", _FORMAT)):
+    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith("# format "):
         return
     for name, time in old.items():
         if _TIMES.fullmatch(name) and time == new.get(name) and is_number(time) and 0 < time < 1:

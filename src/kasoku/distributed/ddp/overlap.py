@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Comm, Hyper, InputError, Job, Stage, Technique
-from kasoku.core.job_state import InBackward
+from kasoku.core.backward_updates import BackwardUpdates
 from kasoku.distributed.ddp.all_reduce import TWO_AVERAGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy, table
@@ -323,7 +323,7 @@ class FreeingEngine(Engine):
 
     allocated = False
 
-    def __init__(self, job: Job, settings: Overlap, updates: InBackward, *, vetoed: bool) -> None:
+    def __init__(self, job: Job, settings: Overlap, updates: BackwardUpdates, *, vetoed: bool) -> None:
         self.updates = updates
         buckets = PerTensor() if isinstance(settings.buckets, Planned) else settings.buckets
         super().__init__(job, replace(settings, buckets=buckets, next_forward=False), job.step_comm, vetoed=vetoed)

@@ -23,20 +23,9 @@ except ImportError as error:
 # Distinct under each colour blindness (after Okabe and Ito), readable on white and on near-black.
 COLOURS = ("#2f86c8", "#d5641c", "#14976f", "#c0659a", "#c98a00", "#58b4e0", "#8b6fc4", "#8a9a2b")
 MORE_COLOURS = ("#5b7c99", "#b04a4a", "#3d9b9b", "#9a7b4f")
-_ROW_COLOURS = {  # the same in all figures
-    "input": COLOURS[4],
-    "copy": MORE_COLOURS[3],
-    "forward": COLOURS[0],
-    "backward": COLOURS[5],
-    "exposed": COLOURS[1],
-    "update": COLOURS[2],
-    "compile": COLOURS[6],
-    "evaluate": COLOURS[3],
-    "save": COLOURS[7],
-    "other": MORE_COLOURS[1],
-    "other members": MORE_COLOURS[2],
-    "transfer": MORE_COLOURS[0],
-}
+_ROWS = ("forward", "exposed", "update", "evaluate", "input", "backward", "compile", "save")  # in these colours
+_MORE_ROWS = ("transfer", "other", "other members", "copy")
+_ROW_COLOURS = dict(zip((*_ROWS, *_MORE_ROWS), (*COLOURS, *MORE_COLOURS), strict=True))  # the same in all figures
 _GREYS = ("#6b7079", "#8a8f98", "#a9adb5", "#c3c6cc")  # rows of the start, before the first step
 _GREY = "#8a8f98"
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -92,6 +81,12 @@ def new_figure(
     return go.Figure(list(traces), go.Layout(**shared, xaxis={**AXIS, **x}, yaxis={**AXIS, **y}, **layout))
 
 
+def ticks(names: Sequence[object], max_letters: int = 24) -> dict[str, Any]:
+    """An axis with these names at 0, 1, 2, ...; the first one is at the top."""
+    shown = [plain(name, max_letters) for name in names]
+    return {"tickvals": list(range(len(shown))), "ticktext": shown, "autorange": "reversed"}
+
+
 # ---- curves
 
 
@@ -116,9 +111,9 @@ def _metric_lines(runs: Sequence[RunRecord], x: str, metrics: Mapping[str, str])
             if not rows:
                 continue
             every = -(-len(rows) // _MAX_POINTS)  # more points cannot be seen
-            kept = [row for k, row in enumerate(rows) if k % every == 0 or k == len(rows) - 1]
+            kept = [*rows[:-1:every], rows[-1]]
             at = [row["epoch"] if x == "epoch" else row.get("seconds", row["time_s"] - since) for row in kept]
-            points = list(zip(at, [row[metric] for row in kept], strict=True))
+            points = [(position, row[metric]) for position, row in zip(at, kept, strict=True)]
             if len(runs) > 1:
                 name = f"{plain(run.name, 40)}, {name}" if number else plain(run.name, 40)
             traces.append(line(name, points, i, 5 if len(kept) <= 60 else 0, dash="dot" if number else ""))
@@ -174,7 +169,6 @@ def ledgers(bars: Sequence[tuple[str, Mapping[str, float]]], *, key: str = "ledg
     totals = [sum(rows.values()) for _, rows in bars]
     parts = [(row, s, total) for (_, rows), total in zip(bars, totals, strict=True) for row, s in rows.items()]
     names = list(dict.fromkeys(row for row, s, total in parts if s > _MIN_SHARE * total))
-    positions = list(range(len(bars)))
     traces = []
     for row in names:
         seconds = [float(rows.get(row, 0.0)) for _, rows in bars]
@@ -184,12 +178,11 @@ def ledgers(bars: Sequence[tuple[str, Mapping[str, float]]], *, key: str = "ledg
             for s, share, total in zip(seconds, shares, totals, strict=True)
         ]
         traces.append(go.Bar(
-            x=seconds, y=positions, name=plain(row), orientation="h", marker_color=row_colour(row, names),
+            x=seconds, y=[*range(len(bars))], name=plain(row), orientation="h", marker_color=row_colour(row, names),
             text=[f"{share:.0%}" if share > 0.07 else "" for share in shares], textposition="inside",
             insidetextanchor="middle", textangle=0, customdata=hover, **HOVER,
         ))  # fmt: skip
-    y = {"tickvals": positions, "ticktext": [plain(name, 24) for name, _ in bars], "autorange": "reversed"}
-    y["showticklabels"] = len(bars) > 1
+    y = {**ticks([name for name, _ in bars]), "showticklabels": len(bars) > 1}
     layout = {"barmode": "stack", "dragmode": False, "showlegend": False}
     figure = new_figure(traces, 90 + 34 * len(bars), {"title_text": "seconds"}, y, **layout)
     return Chart(key, "Where the time went", figure, note)
@@ -236,11 +229,9 @@ def timeline(document: Mapping[str, Any]) -> Chart:
         for kind, own in sorted(members.items(), key=lambda item: statistics.fmean(depth[i] for i in item[1]))
     ]  # fmt: skip
     one_rank = len({rank for rank, _ in all_lanes}) == 1
-    names = [stream if one_rank else f"{rank} {stream}" for rank, stream in place]
-    y = {"tickvals": list(range(len(names))), "ticktext": [plain(n, 24) for n in names], "autorange": "reversed"}
-    y["fixedrange"] = True
+    y = {**ticks([stream if one_rank else f"{rank} {stream}" for rank, stream in place]), "fixedrange": True}
     cut = f"The first {len(drawn):,} spans of {len(spans):,} are drawn. " if len(drawn) < len(spans) else ""
-    figure = new_figure(traces, 150 + 30 * len(names), {"title_text": "ms"}, y, barmode="overlay", bargap=0)
+    figure = new_figure(traces, 150 + 30 * len(place), {"title_text": "ms"}, y, barmode="overlay", bargap=0)
     return Chart("timeline", "A few steps", figure, f"{cut}Drag to zoom in, double-click to see all again.")
 
 
@@ -287,8 +278,7 @@ def accuracies(document: Mapping[str, Any]) -> Chart:
         x=shares, y=list(range(len(worst))), name="accuracy", orientation="h", marker_color=COLOURS[0],
         text=[f"{share:.1%}" for share in shares], textposition="auto", textangle=0, customdata=hover, **HOVER,
     )  # fmt: skip
-    x = {"title_text": "accuracy", "tickformat": "~%", "range": [0, 1]}
-    y = {**_class_axis([classes[k] for k in worst]), "autorange": "reversed"}
+    x, y = {**_ACCURACY, "range": [0, 1]}, {**ticks([classes[k] for k in worst], 16), "showgrid": False}
     note = f"The {len(worst)} worst of {len(order)}." if len(worst) < len(order) else ""
     figure = new_figure([bars], 90 + 22 * len(worst), x, y, showlegend=False)
     return Chart("accuracies", "Accuracy by class", figure, note)
@@ -305,19 +295,16 @@ def confusion(document: Mapping[str, Any]) -> Chart:
     shown = sorted(sorted(range(len(classes)), key=lambda k: -mistakes[k])[:_MAX_CLASSES])
     sums = [max(1, sum(counts[k].values())) for k in shown]
     places = list(range(len(shown)))
-    hover = [
-        [
-            f"{plain(classes[k], 40)}<br>"
-            + ("correct" if k == other else f"predicted as {plain(classes[other], 40)}")
-            + f": {counts[k][other]:,} of {total:,} ({counts[k][other] / total:.1%})"
-            for other in shown
-        ]
-        for k, total in zip(shown, sums, strict=True)
-    ]
+
+    def hover(k: int, other: int, total: int) -> str:
+        what = "correct" if k == other else f"predicted as {plain(classes[other], 40)}"
+        n = counts[k][other]
+        return f"{plain(classes[k], 40)}<br>{what}: {n:,} of {total:,} ({n / total:.1%})"
+
     heatmap = go.Heatmap(
         x=places, y=places, name="confusion", zmin=0, zmax=1, colorscale=SHADES, showscale=False, xgap=1, ygap=1,
         z=[[counts[k][other] / total for other in shown] for k, total in zip(shown, sums, strict=True)],
-        customdata=hover, **HOVER,
+        customdata=[[hover(k, other, total) for other in shown] for k, total in zip(shown, sums, strict=True)], **HOVER,
     )  # fmt: skip
     traces = [heatmap]
     if len(shown) <= _MAX_CLASSES_WITH_COUNTS:  # as a trace of its own: a heatmap's texts ignore the page's colours
@@ -325,15 +312,10 @@ def confusion(document: Mapping[str, Any]) -> Chart:
         xs, ys, numbers = ([cell[axis] for cell in cells] for axis in range(3))
         traces.append(go.Scatter(x=xs, y=ys, mode="text", text=[str(n) for n in numbers], hoverinfo="skip"))
     last = len(shown) - 0.5
-    names = _class_axis([classes[k] for k in shown])
+    names = {**ticks([classes[k] for k in shown], 16), "autorange": False, "showgrid": False}
     angle = -90 if any(len(str(classes[k])) > 2 for k in shown) else 0
     x = {**names, "title_text": "predicted", "range": [-0.5, last], "tickangle": angle}
     y = {**names, "title_text": "true class", "range": [last, -0.5]}
     figure = new_figure(traces, min(760, 220 + 26 * len(shown)), x, y, dragmode=False, showlegend=False)
     note = f"The {len(shown)} classes with the most mistakes, of {len(classes)}." if len(shown) < len(classes) else ""
     return Chart("confusion", "Confusion", figure, note)
-
-
-def _class_axis(names: Sequence[object]) -> dict[str, Any]:
-    ticks = {"tickvals": list(range(len(names))), "ticktext": [plain(name, 16) for name in names]}
-    return {"showgrid": False, **ticks}

@@ -20,7 +20,7 @@ except ImportError as error:
     raise InputError('the page needs jinja2: pip install "jinja2>=3.1"') from error
 
 _MAX_PAIRS = 10  # of true and predicted class, in the table of mistakes
-_EMPTY: dict[str, Any] = {"colours": COLOURS, "comparisons": [], "summary": None, "shared": None, "runs": []}
+_EMPTY: dict[str, Any] = {"comparisons": [], "summary": None, "prose": False, "shared": None, "runs": []}
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 
 
@@ -66,8 +66,8 @@ def render(**content: Any) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals |= {"plotly": Markup(get_plotlyjs()), "ledger_key": _ledger_key, "to_json": _to_json}
-    return environment.get_template("template.html.j2").render(_EMPTY | content, charts=[])
+    shared = {"colours": COLOURS, "plotly": Markup(get_plotlyjs()), "ledger_key": _ledger_key, "to_json": _to_json}
+    return environment.get_template("template.html.j2").render(_EMPTY | shared | content, charts=[])
 
 
 def _to_json(charts: Sequence[tuple[str, Any]]) -> Markup:

@@ -5,7 +5,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from kasoku.report.html.figures import COLOURS, HOVER, SHADES, Chart, new_figure, plain
+from kasoku.report.html.figures import COLOURS, HOVER, SHADES, Chart, new_figure, plain, ticks
 from kasoku.report.profile_tables import mib, ms, profile_tables
 
 _STEPS, _RANKS = 5, 8  # that are drawn
@@ -32,8 +32,7 @@ def _gaps(ranks: Sequence[Mapping[str, Any]]) -> Chart:
         name="device used", orientation="h", customdata=hover, **HOVER,
         marker={"color": shares, "colorscale": SHADES, "cmin": 0, "cmax": 1, "line_color": COLOURS[0]},
     )  # fmt: skip
-    names = [name for name, _ in steps]
-    y = {"tickvals": list(range(len(steps))), "ticktext": names, "autorange": "reversed", "fixedrange": True}
+    y = {**ticks([name for name, _ in steps]), "fixedrange": True}
     idle = sum(step["idle_s"] for _, step in steps) / max(1e-9, sum(step["step_s"] for _, step in steps))
     figure = new_figure([bars], 120 + 26 * len(steps), {"title_text": "ms"}, y, bargap=0.2, showlegend=False)
     return Chart("gaps", "Idle gaps", figure, f"The darker, the more of the device is used. It is idle for {idle:.0%}.")

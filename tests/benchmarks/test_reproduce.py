@@ -3,18 +3,22 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from kasoku.cli import main
-from kasoku.commands import reproduce
 from kasoku.config import toml
 from kasoku.config.shipped import RECIPES
 from kasoku.core.files import read_json
-from kasoku.report import documents
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import claims  # noqa: E402 - after its folder
+import reproduce  # noqa: E402
+
 PLANTED = """
 title = "[009] planted"
 source = "nobody"
@@ -90,8 +94,8 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "benchmarks" / "double.py").write_text(DOUBLE)
     (tmp_path / "benchmarks" / "fails.py").write_text("raise SystemExit('no such thing')")
     (tmp_path / "009.toml").write_text(PLANTED)
-    monkeypatch.setattr(documents, "DOCUMENTS", {"009": tmp_path / "009.toml"})
-    monkeypatch.setattr(documents, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(claims, "DOCUMENTS", {"009": tmp_path / "009.toml"})
+    monkeypatch.setattr(claims, "CHECKOUT", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -110,7 +114,7 @@ def test_claims_are_held_against_what_the_commands_found(planted, capsys):
     for head in ("holds if", "verdict here", "verdict recorded"):
         assert f"<th>{head}</th>" in page
     assert "<td>1.99 to 2.01</td>" in page
-    assert documents.LEGEND in page
+    assert claims.LEGEND in page
     assert "--part twice: A number and its double; two numbers." in page
     assert '<table class="prose">' in page
     log = planted / "out" / "short" / "twice" / "double.log"
@@ -203,7 +207,7 @@ def test_its_parts_are_listed(planted, capsys):
 def test_help_names_the_documents_that_are_there(capsys):
     with pytest.raises(SystemExit):
         main(["reproduce", "--help"])
-    assert ", ".join(documents.DOCUMENTS) in capsys.readouterr().out
+    assert ", ".join(claims.DOCUMENTS) in capsys.readouterr().out
 
 
 @pytest.mark.process
@@ -267,7 +271,7 @@ def test_the_page_has_what_kasoku_profile_found(planted):
 def test_a_profile_is_drawn_as_the_use_of_the_device_over_time():
     kernels = {"step_s": 2.0, "used": [["kernels", 0.5, 1.0, 1.0]]}
     parts = {"step_s": 1.0, "used": [["input", 0.0, 0.25, 0.5], ["update", 0.25, 1.0, 0.75]]}
-    points = documents.use_by_second([kernels, parts])
+    points = claims.use_by_second([kernels, parts])
     assert points[:6] == [[0, 0], [0.5, 0], [0.5, 1], [1, 1], [1, 0], [2, 0]]
     assert points[6:] == [[2, 0.5], [2.25, 0.5], [2.25, 0.75], [3, 0.75]]
 
@@ -286,7 +290,7 @@ def test_options_that_do_not_fit_are_refused(planted, capsys, words, line):
 
 
 def test_without_a_checkout_it_says_where_the_benchmarks_are(planted, capsys, monkeypatch):
-    monkeypatch.setattr(documents, "IN_CHECKOUT", False)
+    monkeypatch.setattr("kasoku.commands.reproduce.BENCHMARKS", planted / "benchmarks")
     assert main(["reproduce", "009"]) == 2
     assert "clone the repository" in capsys.readouterr().err
 
@@ -335,7 +339,7 @@ def test_root_alone_is_not_enough_for_hosts(monkeypatch, tmp_path, lacks):
 
 
 def parts() -> list[tuple[str, dict]]:
-    return [(f"{name}-{part['name']}", part) for name in documents.DOCUMENTS for part in documents.read(name)["parts"]]
+    return [(f"{name}-{part['name']}", part) for name in claims.DOCUMENTS for part in claims.read(name)["parts"]]
 
 
 def images_of(command: str) -> set[str]:
@@ -348,7 +352,7 @@ def images_of(command: str) -> set[str]:
     return {Path(data["root"]).name or data["use"].rpartition(".")[2]} if "root" in data else set()
 
 
-@pytest.mark.parametrize("name", documents.DOCUMENTS)
+@pytest.mark.parametrize("name", claims.DOCUMENTS)
 def test_the_page_of_documents_has_a_section_for_each(name):
     assert f"\n## [{name}] " in (ROOT / "docs" / "documents.md").read_text()
 
@@ -375,7 +379,7 @@ def test_what_a_part_names_is_there(part):
     values = [claim["value"] for claim in part["claims"] if "value" in claim]
     values += [value for figure in part.get("figures", []) for value in figure["lines"].values()]
     for value in values:
-        assert documents.value_of(value, {}) is None, value
+        assert claims.value_of(value, {}) is None, value
         assert {key.partition(".")[0] for key in re.split(" [-/] ", value)} <= set(commands), value
     for claim in part["claims"]:
         assert set(claim) <= {"claim", "section", "published", "value", "unit", "holds", "why", "own"}

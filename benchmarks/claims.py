@@ -2,7 +2,7 @@
 
 A part of a document has commands, claims and figures. A claim names a value in the results of its part's commands, as
 "COMMAND.KEY", a ratio or a difference of two ("a.x / b.x", "a.x - b.x"), and what the document says of it; `own` marks
-a claim of kasoku's. `needs` are those of commands/reproduce.py; `null_because` of a result: why its values are null.
+a claim of kasoku's. `needs` are those of reproduce.py; `null_because` of a result: why its values are null.
 """
 
 import operator
@@ -19,8 +19,7 @@ from kasoku.core.files import read_json
 from kasoku.report.html import Panel
 
 DOCUMENTS = shipped.DOCUMENTS
-CHECKOUT = Path(__file__).parents[3]
-IN_CHECKOUT = (CHECKOUT / "benchmarks" / "common.py").is_file()  # not in an installed package
+CHECKOUT = Path(__file__).parents[1]
 VERDICTS = HOLDS, FAILS, NOT_SHOWN, PRINTED = "holds", "does not hold", "not shown here", "figure only"
 LEGEND = f"{PRINTED}: printed, no bound; {NOT_SHOWN}: nothing was measured, the last column says why"
 OURS = "ours"  # stands for the published value of a claim of kasoku's own
@@ -111,11 +110,12 @@ def panels(document: Document, here: Results, long: Results) -> list[tuple[str, 
     for part in document["parts"]:
         for figure in part.get("figures", ()):
             lines = {f"published: {name}": points for name, points in figure.get("published", {}).items()}
-            own = {}
-            for source, results in (("here", here), ("recorded", long)):
-                for label, key in figure["lines"].items():
-                    if points := value_of(key, results.get(part["name"], {})):
-                        own[f"{label}, {source}"] = points
+            own = {
+                f"{label}, {source}": points
+                for source, results in (("here", here), ("recorded", long))
+                for label, key in figure["lines"].items()
+                if (points := value_of(key, results.get(part["name"], {})))
+            }
             if own:
                 panel = Panel(figure["y"], own | lines, figure.get("y_log", False), markers=True)
                 drawn.append((figure["title"], panel, figure["x"], figure.get("x_log", False)))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import astuple, fields, replace
 
-from kasoku.report.documents import LEGEND, ClaimRow, Document, Results, counts, panels
+from claims import LEGEND, ClaimRow, Document, Results, counts, panels
 from kasoku.report.html import RunRecord, figures
 from kasoku.report.html.page import render, view
 
