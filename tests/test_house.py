@@ -23,15 +23,15 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2065,
+    "core": 2120,
     "optim": 1155,
     "models": 990,
     "device": 610,
     "data": 4755,
-    "distributed": 5575,
+    "distributed": 5520,
     "memory": 2070,
     "config": 1510,
-    "tune": 1620,
+    "tune": 1610,
     "simulate": 1640,
     "report": 2610,
     "training": 2405,

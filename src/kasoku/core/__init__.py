@@ -1,6 +1,7 @@
 """The five nouns of kasoku and what serves them: torch, safetensors and the standard library only."""
 
 from kasoku.core.attribution import attributed, described
+from kasoku.core.checked import Checked, Range
 from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, Solo, Work
 from kasoku.core.errors import InputError, one_line, say, summary
@@ -14,6 +15,7 @@ from kasoku.core.trace import Span, Trace
 __all__ = [
     "ArcCotangent",
     "Batch",
+    "Checked",
     "Clock",
     "Comm",
     "Constant",
@@ -24,6 +26,7 @@ __all__ = [
     "Job",
     "Linear",
     "Polynomial",
+    "Range",
     "Schedule",
     "Solo",
     "Span",

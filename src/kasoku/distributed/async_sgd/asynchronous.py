@@ -17,11 +17,11 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from kasoku.core import Comm, InputError, Job, Solo, Stage, Technique, say
+from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.quantization import CODECS
@@ -83,26 +83,16 @@ class Asynchronous(Technique):
     exchanges_gradients: ClassVar[bool] = True
     channels: ClassVar[int] = 1
 
-    max_staleness: int | None = None
+    max_staleness: Annotated[int | None, Range("None for any number of steps", at_least=0)] = None
     buckets: Policy = field(default_factory=Graded)
-    every: int = 0
+    every: Annotated[int, Range(at_least=0)] = 0
     hidden: bool = True
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
     stream: bool = False
     predict: float = -1.0
-    warmup: float = 0.0
-    finish: float = 0.0
-    node: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
-        if min(self.every, self.node) < 0:
-            raise InputError(f"every={self.every}, node={self.node}: each 0 or more")
-        if self.wire not in CODECS:
-            raise InputError(f'wire="{self.wire}": "fp32", "bf16" or "int8"')
-        if self.warmup < 0 or self.finish < 0:
-            raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
+    warmup: Annotated[float, Range(at_least=0)] = 0.0
+    finish: Annotated[float, Range(at_least=0)] = 0.0
+    node: Annotated[int, Range(at_least=0)] = 0
 
     @property
     def ahead(self) -> float:

@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.distributed.batchnorm.grouped import Steer, norms
 
 
@@ -43,14 +43,8 @@ class VirtualRanks(Technique):
     }
     groups_span_ranks: ClassVar[bool] = True
 
-    norm_batch: int = 0
-    average: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.norm_batch < 0:
-            raise InputError(f"norm_batch={self.norm_batch}: at least 1, or 0 for all images of a forward")
-        if not 0 <= self.average < math.inf:
-            raise InputError(f"average={self.average}: epochs above 0, or 0 for each module's own momentum")
+    norm_batch: Annotated[int, Range("0 takes all images of a forward", at_least=0)] = 0
+    average: Annotated[float, Range("0 takes each module's own momentum", at_least=0, below=math.inf)] = 0.0
 
     @property
     def images_per_group(self) -> int:

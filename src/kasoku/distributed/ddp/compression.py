@@ -3,12 +3,12 @@
 import math
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from kasoku.core import Comm, InputError
+from kasoku.core import Checked, Comm, InputError, Range
 from kasoku.distributed.ddp.chained_reduce import Chain, ChainedReduce, Reduce
 from kasoku.distributed.environment import ranks_on_host
 
@@ -17,7 +17,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
-class Reducer:
+class Reducer(Checked):
     """The settings of a method that averages chunks of gradients; `bind` creates the reducer."""
 
     def bind(self, comm: Comm) -> Reduce:
@@ -68,10 +68,6 @@ class Wire(Reducer):
     dtype: Literal["bf16", "fp16"] = "bf16"
     feedback: bool = True
 
-    def __post_init__(self) -> None:
-        if self.dtype not in _WIRES:
-            raise InputError(f'dtype="{self.dtype}": "bf16" or "fp16"')
-
     def bind(self, comm: Comm) -> Reduce:
         """Errors are kept by key and start at zero."""
         return _Wire(comm, self)
@@ -100,13 +96,9 @@ class LowRank(Reducer):
     Ref: Vogels et al. 2019 (arXiv 1905.13727).
     """
 
-    rank: int = 4
-    min_elements: int = 2**14
+    rank: Annotated[int, Range(at_least=1)] = 4
+    min_elements: Annotated[int, Range(at_least=0)] = 2**14
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.min_elements < 0:
-            raise InputError(f"rank={self.rank}, min_elements={self.min_elements}: at least 1 column and 0 elements")
 
     def shape(self, elements: int) -> tuple[int, int]:
         """The rows and columns of a chunk's matrix; (0, 0) if the chunk is averaged uncompressed."""
@@ -135,12 +127,8 @@ class Hierarchical(Reducer):
     Ref: [000] and its MLPerf v0.6 entry; Jia et al. 2018 (arXiv 1807.11205); Mikami et al. 2018 (arXiv 1811.05233).
     """
 
-    node: int = 0
+    node: Annotated[int, Range("0 asks the launcher for the ranks on each node", at_least=0)] = 0
     across: Reducer = field(default_factory=Mean)
-
-    def __post_init__(self) -> None:
-        if self.node < 0:
-            raise InputError(f"node={self.node}: give the number of ranks on each node, or 0 to ask the launcher")
 
     def bind(self, comm: Comm) -> Reduce:
         """Creates the groups of ranks. Mean if all share one node, `across` alone if each has its own."""
