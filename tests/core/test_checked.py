@@ -13,6 +13,7 @@ class Settings(Checked):
     count: Annotated[int, Range(at_least=1)] = 1
     share: Annotated[float, Range(above=0, at_most=1)] = 0.5
     bound: Annotated[float | None, Range("None for no bound", at_least=0, below=10)] = None
+    pair: Annotated[tuple[float, float], Range(above=0, at_most=1000)] = (1, 1)
     word: Literal["one", "two", "three"] = "one"
     kind: ClassVar[str] = "of the class"
     anything: Any = None
@@ -27,6 +28,8 @@ class Settings(Checked):
         ({"share": float("nan")}, "share=nan: above 0 and at most 1"),
         ({"bound": -1}, "bound=-1: at least 0 and below 10; None for no bound"),
         ({"bound": 10}, "bound=10: at least 0 and below 10; None for no bound"),
+        ({"pair": (0, 2)}, "pair=(0, 2): above 0 and at most 1,000"),
+        ({"pair": (0.5, 1001)}, "pair=(0.5, 1001): above 0 and at most 1,000"),
         ({"word": "four"}, 'word="four": "one", "two" or "three"'),
     ],
 )
@@ -37,7 +40,7 @@ def test_a_value_outside_is_refused_with_what_is_allowed(wrong: dict[str, Any], 
 
 
 def test_values_at_the_ends_and_none_are_taken():
-    assert Settings(1, 1.0, 0, "three", object()).share == 1.0
+    assert Settings(1, 1.0, 0, (1, 1000), "three", object()).share == 1.0
     assert Settings(2, 1e-9, 9.9).bound == 9.9
     assert Settings(bound=None).bound is None
 

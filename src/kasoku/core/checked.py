@@ -10,7 +10,7 @@ _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le
 
 
 class Range:
-    """The numbers that a setting may be, by `at_least`, `above`, `at_most` and `below`; never NaN.
+    """The numbers that a setting, or each item of it, may be, by `at_least`, `above`, `at_most` and `below`; never NaN.
 
     `advice`: the end of the refusal of another number.
     """
@@ -18,11 +18,12 @@ class Range:
     def __init__(self, advice: str = "", **limits: float) -> None:
         self.advice, self.limits = advice, limits
 
-    def __contains__(self, number: float) -> bool:
-        return all(_LIMITS[name](number, limit) for name, limit in self.limits.items())
+    def __contains__(self, value: float | tuple[float, ...]) -> bool:
+        numbers = value if isinstance(value, tuple) else (value,)
+        return all(_LIMITS[name](number, limit) for name, limit in self.limits.items() for number in numbers)
 
     def __str__(self) -> str:
-        allowed = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in self.limits.items())
+        allowed = " and ".join(f"{name.replace('_', ' ')} {limit:,}" for name, limit in self.limits.items())
         return f"{allowed}; {self.advice}" if self.advice else allowed
 
 
