@@ -17,7 +17,7 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -35,9 +35,11 @@ from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.overlap import Overlap, SingleRank
 
+_REFUSED = {"moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"}
+
 
 @dataclass(frozen=True)
-class Asynchronous(Technique):
+class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_gradients=True, channels=1):
     """Adds each rank's updates to shared weights and reads fresh weights during the next step.
 
     `job.drain()`, `evaluation()`, `state_dict()` and `close()` are collective: they are sync points, after which all
@@ -75,13 +77,6 @@ class Asynchronous(Technique):
     Maths: W += u / workers for each worker's update u, computed on a W that lacks the other workers' latest updates.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017 (the [001] team: predict).
     """
-
-    stage: ClassVar[Stage] = Stage.NODE
-    refuses: ClassVar[Mapping[str, str]] = {
-        "moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"
-    }
-    exchanges_gradients: ClassVar[bool] = True
-    channels: ClassVar[int] = 1
 
     max_staleness: Annotated[int | None, Range("None for any number of steps", at_least=0)] = None
     buckets: Policy = field(default_factory=Graded)
