@@ -34,7 +34,7 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
             for allowed in getattr(hint, "__metadata__", ()):
                 if (value := getattr(self, name)) is not None and value not in allowed:
                     raise InputError(f"{name}={value}: {allowed}")
