@@ -1,12 +1,12 @@
 """The five nouns of kasoku and what serves them: torch, safetensors and the standard library only."""
 
 from kasoku.core.attribution import attributed, described
-from kasoku.core.checked import Checked, Range
 from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, Solo, Work
 from kasoku.core.errors import InputError, one_line, say, summary
 from kasoku.core.job import Job
 from kasoku.core.job_state import Batch, Hyper, Stateful
+from kasoku.core.limits import Checked, Range
 from kasoku.core.local_threads import DeadlockError, Threads
 from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, StepDecay
 from kasoku.core.technique import Stage, Technique

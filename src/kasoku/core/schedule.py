@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kasoku.core.checked import Checked, Range
 from kasoku.core.errors import InputError
+from kasoku.core.limits import Checked, Range
 
 
 def epoch_of(time: float, epochs: float, name: str) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kasoku.core.checked import Checked
+from kasoku.core.limits import Checked
 
 if TYPE_CHECKING:
     from kasoku.core.comm import Comm
