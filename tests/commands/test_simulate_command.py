@@ -173,7 +173,7 @@ def test_what_cannot_be_simulated_is_one_clear_line(
         ('name = "c"\nnodes = 900000000\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "at most 1,000,000"),
         (
             'name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 1\nport_gb_s = 0.0\n[racks]\nnodes = 0\n',
-            "racks: nodes=0: at least 1 is wanted",
+            "racks: nodes=0: at least 1 and below",
         ),
         ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpu = 4\nport_gb_s = 1.0\n', "node.gpu: no such key"),
     ],

@@ -95,7 +95,7 @@ BAD = {
     ),
     "in a list of tables": (
         {"batch": 1, "techniques": [{"use": "kasoku.optim.EMA", "decay": 2.0}]},
-        "techniques[0]: decay=2: must be at least 0 and below 1",
+        "techniques[0]: decay=2.0: at least 0 and below 1",
     ),
 }
 

@@ -168,11 +168,11 @@ def test_centre_box_is_seven_eighths_unless_the_size_fits():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"flip": "sometimes"}, "flip=sometimes: one of none, random, alternating"),
-        ({"crop": "five"}, "crop=five: one of center, random_resized"),
-        ({"translate": -1}, "translate=-1: 0"),
-        ({"cutout": -2}, "cutout=-2: 0"),
-        ({"scale_min": 0.0}, "scale_min=0.0: more than 0"),
+        ({"flip": "sometimes"}, 'flip="sometimes": "none", "random" or "alternating"'),
+        ({"crop": "five"}, 'crop="five": "center" or "random_resized"'),
+        ({"translate": -1}, "translate=-1: at least 0"),
+        ({"cutout": -2}, "cutout=-2: at least 0"),
+        ({"scale_min": 0.0}, "scale_min=0.0: above 0 and at most 1"),
     ],
 )
 def test_wrong_settings_are_one_clear_line(settings, message):

@@ -254,10 +254,10 @@ def test_recipe_round_trip():
 
 
 def test_what_it_does_not_fit_is_refused():
-    with pytest.raises(InputError, match="count=-1: 0"):
+    with pytest.raises(InputError, match="count=-1: at least 0"):
         RandAugment(count=-1)
     for magnitude in (-1, 31, float("nan")):
-        with pytest.raises(InputError, match=f"magnitude={magnitude}: 0 to 30"):
+        with pytest.raises(InputError, match=f"magnitude={magnitude}: at least 0 and at most 30"):
             RandAugment(magnitude=magnitude)
     with pytest.raises(InputError, match=r"give the job a kasoku\.data\.loader\(\.\.\.\), this is a list"):
         Job(nn.Flatten(), sgd, loader=[]).apply(RandAugment())

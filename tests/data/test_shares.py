@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_refused():
     refused("add up to the batch", Shares((24, 9)))
     refused("for 2 ranks", Shares((16, 8, 8)))
     refused("a multiple of the parts", Shares((25, 7)), parts=2)
-    with pytest.raises(InputError, match="at least 1 image"):
+    with pytest.raises(InputError, match=r"images=\(32, 0\): at least 1; the images of each rank"):
         Shares((32, 0))
     with pytest.raises(InputError, match="in units of 24"):
         by_speed(64, [1.0, 2.0], unit=24)

@@ -132,7 +132,7 @@ def test_the_table_is_checked_and_comes_back():
     assert parse(Device, table(device), "device") == device
     for wrong, line in [
         ({"precision": "bf8"}, 'device.precision = "bf8": one of "auto", "fp32", "bf16", "fp16"'),
-        ({"threads": -1}, "device: threads=-1: 0 for all cores, or 1 to 4096"),
+        ({"threads": -1}, "device: threads=-1: at least 0 and at most 4,096; 0 takes all cores"),
         ({"compile": True, "graphs": True}, "device: compile=true with graphs=true: not both; leave one of them out"),
     ]:
         with pytest.raises(InputError) as error:

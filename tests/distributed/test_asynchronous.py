@@ -502,8 +502,8 @@ def test_weights_that_are_not_finite_meet_and_go_on():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: Asynchronous(max_staleness=-1), "max_staleness=-1: 0 steps or more"),
-        (lambda: Asynchronous(every=-1), "every=-1, node=0: each 0 or more"),
+        (lambda: Asynchronous(max_staleness=-1), "max_staleness=-1: at least 0; None for any number of steps"),
+        (lambda: Asynchronous(every=-1), "every=-1: at least 0"),
         (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32", "bf16" or "int8"'),
     ],
 )

@@ -412,8 +412,8 @@ def test_settings_are_plain_toml():
     ("make", "message"),
     [
         (lambda: Wire("int8"), 'dtype="int8": "bf16" or "fp16"'),  # type: ignore[arg-type]
-        (lambda: LowRank(0), "rank=0, min_elements=16384: at least 1 column"),
-        (lambda: Hierarchical(-1), "node=-1: give the number of ranks on each node, or 0"),
+        (lambda: LowRank(0), "rank=0: at least 1"),
+        (lambda: Hierarchical(-1), "node=-1: at least 0; 0 asks the launcher for the ranks on each node"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], Reducer], message: str):
@@ -470,8 +470,7 @@ def test_a_chain_on_a_side_stream_holds_its_tensor_until_waited_for(monkeypatch)
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     x = OnCuda()
     held = weakref.ref(x)
-    monkeypatch.setattr(ChainedReduce, "chain", lambda *_: iter(()))
-    work = ChainedReduce(mock.Mock(thread_safe=True), None)("key", x)
+    work = ChainedReduce(mock.Mock(thread_safe=True), lambda *_: iter(()))("key", x)
     del x
     gc.collect()
     assert held() is not None

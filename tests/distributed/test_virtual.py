@@ -343,7 +343,7 @@ def test_a_generator_is_refused():
 @pytest.mark.parametrize(
     ("norm_batch", "parts", "line"),
     [
-        (-1, 1, "norm_batch=-1: at least 1, or 0 for all"),
+        (-1, 1, "norm_batch=-1: at least 0; 0 takes all images of a forward"),
         (5, 1, "batch=32: not a multiple of norm_batch=5"),
         (64, 1, "batch=32: not a multiple of norm_batch=64"),
         (32, 4, "a part of the batch has 8 images on a device, and a group cannot span"),

@@ -103,8 +103,8 @@ def test_clip_bounds_the_common_norm():
     ("wrong", "line"),
     [
         (lambda: Clip(norm=0), "norm=0: above 0"),
-        (lambda: EMA(decay=1.0), "decay=1: must be at least 0 and below 1"),
-        (lambda: EMA(every=0), "every=0: must be at least 1"),
+        (lambda: EMA(decay=1.0), "decay=1.0: at least 0 and below 1"),
+        (lambda: EMA(every=0), "every=0: at least 1"),
     ],
 )
 def test_a_setting_outside_its_range_is_one_line(wrong, line: str):

@@ -277,9 +277,9 @@ def test_lars_takes_its_settings_from_a_recipe():
         (lambda: lars(Net(), momentum=1), "momentum=1: must be at least 0 and below 1"),
         (lambda: lars(Net(), momentum=0, nesterov=True), "nesterov=true with momentum=0"),
         (lambda: lars(Net().requires_grad_(False)), "Net has no parameter with requires_grad=True"),
-        (lambda: Trust(eta=-1), "eta=-1: must be at least 0"),
-        (lambda: Trust(eps=float("nan")), "eps=nan: must be at least 0"),
-        (lambda: Trust(form="nvidia"), 'form="nvidia": one of mlperf, pytorch, mxnet'),
+        (lambda: Trust(eta=-1), "eta=-1: at least 0"),
+        (lambda: Trust(eps=float("nan")), "eps=nan: at least 0"),
+        (lambda: Trust(form="nvidia"), 'form="nvidia": "mlperf", "pytorch" or "mxnet"'),
         (lambda: lars(Net()).step(lambda: 0.0), "closure"),
     ],
 )

@@ -155,7 +155,7 @@ def test_muon_takes_its_settings_from_a_recipe():
         (lambda: adamw(Net(), betas=(0.9, 1.0)), r"betas\[1\]=1: must be at least 0 and below 1"),
         (lambda: muon(Net(), steps=0), "steps=0: from 1 to 10"),
         (lambda: muon(nn.Linear(2, 2)), "Linear has no trainable weights beside its head"),
-        (lambda: SGDSettings(weight_decay=2), "weight_decay=2: must be at least 0 and below 1"),
+        (lambda: SGDSettings(weight_decay=2), "weight_decay=2: at least 0 and below 1"),
         (lambda: cross_entropy(torch.zeros(1, 2), torch.zeros(1).long(), smoothing=1.0), "smoothing=1: must be"),
         (lambda: muon(Net()).step(lambda: 0.0), "closure"),
     ],

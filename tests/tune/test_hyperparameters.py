@@ -272,6 +272,6 @@ def test_accuracies_are_read_while_the_log_is_written():
 
 
 def test_less_than_one_trial_or_job_is_refused(tmp_path):
-    for trials, jobs in ((0, 1), (1, 0)):
-        with pytest.raises(InputError, match="at least 1 of each"):
+    for trials, jobs, line in ((0, 1, "trials=0: at least 1"), (1, 0, "jobs=0: at least 1")):
+        with pytest.raises(InputError, match=line):
             SearchSettings(("true",), ACCURACY, tmp_path, trials, jobs)

@@ -192,5 +192,5 @@ def test_an_empty_range_is_refused(least: int, most: int, multiple: int):
 @pytest.mark.parametrize("gain", [0.0, 1.0, -0.1])
 def test_a_gain_that_is_no_share_is_refused(gain: float):
     for kind in (Throughput, TimeToTarget):
-        with pytest.raises(InputError, match="least_gain"):
+        with pytest.raises(InputError, match=r"least_gain=.*: above 0 and below 1; a share such as 0.02"):
             kind(least_gain=gain)

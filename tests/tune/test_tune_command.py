@@ -375,4 +375,4 @@ def test_a_search_without_optuna_says_what_to_install(small, space, refused, tmp
 
 
 def test_no_trials_are_refused(small, space, refused):
-    refused("--trials 0, --jobs 1: at least 1", "search", small, "--space", space, "--trials", "0")
+    refused("trials=0: at least 1", "search", small, "--space", space, "--trials", "0")

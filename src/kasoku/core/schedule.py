@@ -10,8 +10,10 @@ elsewhere a schedule with shares needs its `epochs`.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from kasoku.core.errors import InputError
+from kasoku.core.limits import Checked, Range
 
 
 def epoch_of(time: float, epochs: float, name: str) -> float:
@@ -24,7 +26,7 @@ def epoch_of(time: float, epochs: float, name: str) -> float:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Checked):
     """Progress in epochs -> factor. Subclasses give `after(epoch)`, the curve without its warm-up.
 
     Args:
@@ -36,14 +38,9 @@ class Schedule:
     Ref: linear warm-up, Goyal et al. 2017 (arXiv 1706.02677), 2.2.
     """
 
-    warmup: float = 0.0
-    start: float = 0.0
-    epochs: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0 or self.start < 0 or self.epochs < 0:
-            given = f"warmup={self.warmup}, start={self.start}, epochs={self.epochs}"
-            raise InputError(f"{given}: none of them may be below 0")
+    warmup: Annotated[float, Range(at_least=0)] = 0.0
+    start: Annotated[float, Range(at_least=0)] = 0.0
+    epochs: Annotated[float, Range(at_least=0)] = 0.0
 
     def __call__(self, epoch: float) -> float:
         """The factor after `epoch` epochs (fractions allowed)."""

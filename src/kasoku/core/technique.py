@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kasoku.core.limits import Checked
+
 if TYPE_CHECKING:
     from kasoku.core.comm import Comm
 
@@ -29,7 +31,7 @@ class Stage(IntEnum):
 
 
 @dataclass(frozen=True)
-class Technique:
+class Technique(Checked):
     """Base class of techniques. A subclass has its settings as fields, a `stage`, and `apply`.
 
     Other code reads these class attributes instead of a technique's class or name; your own techniques declare them in

@@ -3,13 +3,13 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import Job, Range, Stage, Technique
 from kasoku.core.torch_internals import unscale_and_check
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,10 +28,6 @@ class Autocast(Technique, stage=Stage.COMPILE):
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise InputError(f'dtype="{self.dtype}": "bf16" or "fp16"')
 
     def apply(self, job: Job) -> None:
         kind = next((p.device.type for p in job.model.parameters()), "cpu")
@@ -65,14 +61,9 @@ class LossScale(Technique, stage=Stage.GRADIENT, vetoes_steps=True):
     Ref: Micikevicius et al. 2018 (arXiv 1710.03740), 3.2.
     """
 
-    start: float = 65536.0
-    factor: float = 2.0
-    every: int = 2000
-
-    def __post_init__(self) -> None:
-        if not (self.start > 0 and self.factor > 1 and self.every >= 1):
-            got = f"start={self.start}, factor={self.factor}, every={self.every}"
-            raise InputError(f"{got}: start above 0, factor above 1, every at least 1 step")
+    start: Annotated[float, Range(above=0)] = 65536.0
+    factor: Annotated[float, Range(above=1)] = 2.0
+    every: Annotated[int, Range(at_least=1)] = 2000
 
     def apply(self, job: Job) -> None:
         """Scales behind the loss; unscales and checks before clipping, unless Overlap has done so."""

@@ -3,10 +3,11 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import Job, Range, Stage, Technique
 from kasoku.core.job_state import Batch
 
 
@@ -23,11 +24,7 @@ class Seeded(Technique, stage=Stage.DATA):
         rank * accumulate + batch within the step. So k accumulated batches draw what k ranks would.
     """
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise InputError(f"seed={self.seed}: 0 or more")
+    seed: Annotated[int, Range(at_least=0)] = 0
 
     def apply(self, job: Job) -> None:
         step, micro = -1, 0

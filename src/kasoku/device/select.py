@@ -2,11 +2,11 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
-from kasoku.core import InputError, Technique
+from kasoku.core import Checked, InputError, Range, Technique
 from kasoku.core.hardware import computes_bf16, cores
 from kasoku.device.allocator import tune_malloc
 from kasoku.device.channels_last import ChannelsLast
@@ -16,11 +16,10 @@ from kasoku.device.half_precision import DTYPES, Autocast, LossScale
 
 Kind = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-_MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
-class Device:
+class Device(Checked):
     """The recipe's [device] table; the defaults are the fast ones.
 
     Args:
@@ -41,16 +40,13 @@ class Device:
     channels_last: bool = True
     compile: bool = False
     graphs: bool = False
-    threads: int = 0
+    threads: Annotated[int, Range("0 takes all cores", at_least=0, at_most=4096)] = 0
     malloc: bool = True
     deterministic: bool = False
-    hang_timeout_s: float = 0.0
+    hang_timeout_s: Annotated[float, Range("0 chooses seconds by the steps", at_least=0)] = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threads <= _MOST_THREADS:
-            raise InputError(f"threads={self.threads}: 0 for all cores, or 1 to {_MOST_THREADS}")
-        if self.hang_timeout_s < 0:
-            raise InputError(f"hang_timeout_s={self.hang_timeout_s}: seconds above 0, or 0 to choose them by the steps")
+        super().__post_init__()
         if self.compile and self.graphs:
             raise InputError("compile=true with graphs=true: not both; leave one of them out")
 

@@ -9,14 +9,12 @@ after `apply`.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError, Job, Technique
-from kasoku.optim.param_groups import refuse_outside
+from kasoku.core import InputError, Job, Range, Technique
 
 _REFUSED = {"averages_weights": "both evaluate with averaged weights; leave one of them out"}
 
@@ -38,12 +36,9 @@ class EMA(Technique, refuses=_REFUSED, averages_weights=True):
     Ref: Polyak and Juditsky 1992; Morales-Brotons et al. 2024 (arXiv 2411.18704).
     """
 
-    decay: float = 0.999
-    every: int = 1
+    decay: Annotated[float, Range(at_least=0, below=1)] = 0.999
+    every: Annotated[int, Range(at_least=1)] = 1
     warmup: bool = True
-
-    def __post_init__(self) -> None:
-        refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1, inf))
 
     def apply(self, job: Job) -> None:
         _Average(job, "ema", every=self.every, share=self._share)
@@ -68,11 +63,8 @@ class Lookahead(Technique, refuses=_REFUSED, averages_weights=True, moves_weight
     Ref: Zhang et al. 2019 (arXiv 1907.08610).
     """
 
-    every: int = 5
-    decay: float = 0.5
-
-    def __post_init__(self) -> None:
-        refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1, inf))
+    every: Annotated[int, Range(at_least=1)] = 5
+    decay: Annotated[float, Range(at_least=0, below=1)] = 0.5
 
     def apply(self, job: Job) -> None:
         """At every `every`-th update, averages and writes the average back; evaluation uses the slow weights."""

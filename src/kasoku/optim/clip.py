@@ -1,10 +1,11 @@
 """Global-norm clipping."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import nn
 
-from kasoku.core import InputError, Job, Technique
+from kasoku.core import Job, Range, Technique
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,7 @@ class Clip(Technique, needs_whole_gradients=True):
     Ref: Pascanu et al. 2013 (arXiv 1211.5063).
     """
 
-    norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.norm > 0:
-            raise InputError(f"norm={self.norm}: above 0; leave the technique out to clip nothing")
+    norm: Annotated[float, Range("leave the technique out to clip nothing", above=0)] = 1.0
 
     def apply(self, job: Job) -> None:
         params = [p for p in job.model.parameters() if p.requires_grad]

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
-from kasoku.core import Constant, InputError, Job, Schedule, Technique
+from kasoku.core import Constant, InputError, Job, Range, Schedule, Technique
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,7 @@ class Rate(Technique, in_sandbox=False):
     """
 
     schedule: Schedule = Constant()  # noqa: RUF009 - frozen
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise InputError(f"scale={self.scale}: above 0")
+    scale: Annotated[float, Range(above=0)] = 1.0
 
     def at(self, group: Mapping[str, Any], epoch: float) -> dict[str, float]:
         """The settings of a group at `epoch`: its rate, and its weight decay if that follows the schedule."""

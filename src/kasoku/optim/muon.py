@@ -8,12 +8,12 @@ batched products, which saves kernel launches.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import InputError
+from kasoku.core import Checked, InputError, Range
 from kasoku.core.hardware import computes_bf16
 from kasoku.optim.param_groups import refuse_outside, split
 
@@ -21,7 +21,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: small singular values rise f
 
 
 @dataclass(frozen=True)
-class SGDSettings:
+class SGDSettings(Checked):
     """Settings of the Nesterov SGD that updates all parameters but the filters.
 
     Rates are for the gradient of the mean loss. If a published rate is for a summed loss, multiply it by the batch:
@@ -38,16 +38,12 @@ class SGDSettings:
             as usual.
     """
 
-    bias_lr: float = 0.1
-    head_lr: float = 0.1
-    momentum: float = 0.85
-    weight_decay: float = 0.0
+    bias_lr: Annotated[float, Range(at_least=0)] = 0.1
+    head_lr: Annotated[float, Range(at_least=0)] = 0.1
+    momentum: Annotated[float, Range(at_least=0, below=1)] = 0.85
+    weight_decay: Annotated[float, Range(at_least=0, below=1)] = 0.0
     decay_all: bool = False
-    whitening_epochs: float = 0.0
-
-    def __post_init__(self) -> None:
-        refuse_outside(bias_lr=(self.bias_lr, 0, inf), head_lr=(self.head_lr, 0, inf), momentum=(self.momentum, 0, 1))
-        refuse_outside(weight_decay=(self.weight_decay, 0, 1), whitening_epochs=(self.whitening_epochs, 0, inf))
+    whitening_epochs: Annotated[float, Range(at_least=0)] = 0.0
 
 
 class Muon(torch.optim.Optimizer):

@@ -6,31 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from kasoku.config.toml import parse, read
-from kasoku.core import InputError
+from kasoku.core import Checked, InputError, Range
 
 _HERE = Path(__file__).parent
-# the fields that must exceed 0: in every table that has a field of this name, it means the same
-_ABOVE_ZERO = {"beta_ms", "least", "tflops", "memory_gb_s", "gpus", "nics", "share", "nodes", "latency"}
+_FINITE = Range(at_least=0, below=10**12)  # with larger numbers a simulation would never end
+Amount = Annotated[float, _FINITE]
+Positive = Annotated[float, Range(above=0, below=10**12)]
+Count = Annotated[int, Range(at_least=1, below=10**12)]
 
 
 @dataclass(frozen=True)
-class _Described:
-    """A table of numbers. Raises InputError for one that is too small or not finite: a simulation would never end."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, int | float) and not 0 <= number < 1e12:
-                    raise InputError(f"{name}={value}: finite numbers of 0 or more are wanted")
-            if name in _ABOVE_ZERO and value <= 0:
-                raise InputError(f"{name}={value}: {'at least 1' if isinstance(value, int) else 'above 0'} is wanted")
-
-
-@dataclass(frozen=True)
-class Gpu(_Described):
+class Gpu(Checked):
     """A GPU. A step of `network` takes alpha_ms + beta_ms * images: forward, backward and update together.
 
     Args:
@@ -48,14 +37,14 @@ class Gpu(_Described):
     """
 
     name: str
-    alpha_ms: float
-    beta_ms: float
-    least: int
-    most: int
-    tflops: float
-    memory_gb_s: float
-    spread: float = 0.0
-    usd_hour: float = 0.0
+    alpha_ms: Amount
+    beta_ms: Positive
+    least: Count
+    most: Count
+    tflops: Positive
+    memory_gb_s: Positive
+    spread: Amount = 0.0
+    usd_hour: Amount = 0.0
     precision: Literal["bf16", "fp16"] = "bf16"
     source: str = ""
 
@@ -68,16 +57,16 @@ class Gpu(_Described):
 
 
 @dataclass(frozen=True)
-class ClusterNode(_Described):
+class ClusterNode(Checked):
     """One machine. A GPU sends `port_gb_s` within its node; each of the `nics` sends `nic_gb_s` out of it.
 
     Both are rates of one direction; both directions have them at the same time.
     """
 
-    gpus: int
-    port_gb_s: float
-    nics: int = 1
-    nic_gb_s: float = 0.0
+    gpus: Count
+    port_gb_s: Amount
+    nics: Count = 1
+    nic_gb_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,15 +78,15 @@ class ClusterNode(_Described):
 
 
 @dataclass(frozen=True)
-class Racks(_Described):
+class Racks(Checked):
     """Nodes in racks. Within a rack all nodes have their full rate; a rack sends `uplink_gb_s` out, 0: no limit."""
 
-    nodes: int
-    uplink_gb_s: float = 0.0
+    nodes: Count
+    uplink_gb_s: Amount = 0.0
 
 
 @dataclass(frozen=True)
-class Protocol(_Described):
+class Protocol(Checked):
     """A protocol of a communication library: latencies in microseconds, and the share of a link's rate that it uses.
 
     A message takes `start_us` once, in a tree `tree_more_us` more, and `ring_us` or `tree_us` for each hop: [within a
@@ -105,16 +94,11 @@ class Protocol(_Described):
     """
 
     name: str
-    start_us: float
-    ring_us: tuple[float, float]
-    tree_us: tuple[float, float]
-    share: float = 1.0
-    tree_more_us: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.share > 1:
-            raise InputError(f"share={self.share}: at most 1, the whole rate")
+    start_us: Amount
+    ring_us: Annotated[tuple[float, float], _FINITE]
+    tree_us: Annotated[tuple[float, float], _FINITE]
+    share: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    tree_more_us: Amount = 0.0
 
 
 # Source: NCCL's own model, src/graph/tuning.cc; the shares of LL and LL128 are its 1/4 and .92 of a ring's bandwidth.
@@ -126,33 +110,31 @@ NCCL = (
 
 
 @dataclass(frozen=True)
-class Costs(_Described):
+class Costs(Checked):
     """The costs of a run beside its steps, in seconds; `evaluation_s`: the least time of one evaluation."""
 
-    setup_s: float = 0.0
-    first_epoch_s: float = 0.0
-    evaluation_s: float = 0.0
+    setup_s: Amount = 0.0
+    first_epoch_s: Amount = 0.0
+    evaluation_s: Amount = 0.0
 
 
 @dataclass(frozen=True)
-class Cluster(_Described):
+class Cluster(Checked):
     """The contents of a cluster file. `gpu`: the name of a shipped GPU; otherwise `[own_gpu]` describes it."""
 
     name: str
-    nodes: int
+    nodes: Annotated[int, Range(at_least=1, at_most=1_000_000)]
     node: ClusterNode
     gpu: str = ""
     own_gpu: Gpu | None = None
     racks: Racks | None = None
     protocols: tuple[str, ...] = ("LL", "LL128", "Simple")
     own_protocol: Protocol | None = None
-    latency: float = 1.0  # a factor on the latencies of the protocols
+    latency: Positive = 1.0  # a factor on the latencies of the protocols
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.nodes > 1_000_000:
-            raise InputError(f"nodes={self.nodes}: at most 1,000,000 are wanted")
         if self.nodes > 1 and self.node.nic_gb_s <= 0:
             raise InputError(f"node.nic_gb_s={self.node.nic_gb_s}: {self.nodes} nodes need a network; GB/s above 0")
         known = [p.name for p in NCCL]

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Annotated, Any
 
-from kasoku.core import InputError
+from kasoku.core import Checked, InputError, Range
 from kasoku.core.files import locked_folder, write_text
 from kasoku.tune.search_space import Space
 
@@ -32,20 +32,16 @@ _FIGURES = ("top1", "seconds")  # of a trial's result.json
 
 
 @dataclass(frozen=True)
-class SearchSettings:
+class SearchSettings(Checked):
     """The settings of a search. Raises InputError for less than one trial or job."""
 
     command: tuple[str, ...]  # of a training, with the options --set, --out and --continue of `kasoku train`
     space: Space
     folder: Path
-    trials: int  # those of earlier parts of the search included
-    jobs: int = 1  # simultaneous trials
+    trials: Annotated[int, Range(at_least=1)]  # those of earlier parts of the search included
+    jobs: Annotated[int, Range(at_least=1)] = 1  # simultaneous trials
     about: str = ""  # the recipe and the space, which must not change when the search is continued
     environment: Callable[[int], dict[str, str]] = field(default=lambda job: {})  # of a trial, by its job
-
-    def __post_init__(self) -> None:
-        if self.trials < 1 or self.jobs < 1:
-            raise InputError(f"--trials {self.trials}, --jobs {self.jobs}: at least 1 of each is wanted")
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,18 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from kasoku.core import InputError
+from kasoku.core import Checked, InputError, Range
 from kasoku.tune.measurement import BatchSizeResult, Measurement, Needs, SizeSearch
 from kasoku.tune.size_search import search_sizes
 
 _CHECK_EVERY = 5  # loops between two tests of convergence
 _MAX_LOOPS = 100
 _MAX_STEP = 10  # multiples by which a size grows at most
+_Gain = Annotated[float, Range("a share such as 0.02", above=0, below=1)]
 
 
 @runtime_checkable
@@ -33,7 +34,7 @@ class _Assessment(NamedTuple):
     why: str
 
 
-class _Growth:
+class _Growth(Checked):
     """The searches of [002], as baselines: in each loop the step grows by one multiple, to at most ten.
 
     Ref: [002] 5, listings 2 and 3. The rule of growth was inferred from the results, and yields all sizes of listing 3.
@@ -79,13 +80,9 @@ class _Growth:
 class GpuUsageMaximize(_Growth):
     """Grows the batch until the device is used to `target`, 0 to 1. Utilization is not speed, as [002] reports too."""
 
-    target: float = 0.99
+    target: Annotated[float, Range(above=0, at_most=1)] = 0.99
     near: ClassVar[float] = 5  # multiples
     needs: ClassVar[Needs] = Needs(watch_s=1.0)  # within a second NVML renews its figure
-
-    def __post_init__(self) -> None:
-        if not 0 < self.target <= 1:
-            raise InputError(f"target={self.target}: a share above 0 and at most 1")
 
     def _assess(self, sample: Measurement, first: Measurement, multiple: int) -> _Assessment:
         used = sample.utilisation
@@ -108,7 +105,7 @@ class EpochTimeMinimize(_Growth):
 
 
 @dataclass(frozen=True)
-class Throughput:
+class Throughput(Checked):
     """The size with the most images a second.
 
     Args:
@@ -120,11 +117,8 @@ class Throughput:
         one is chosen.
     """
 
-    least_gain: float = 0.02
+    least_gain: _Gain = 0.02
     needs: ClassVar[Needs] = Needs(brief=True)
-
-    def __post_init__(self) -> None:
-        _check_gain(self.least_gain)
 
     def search(self, tries: SizeSearch) -> BatchSizeResult:
         best, in_time = search_sizes(tries, lambda batch, step_s: batch / step_s, least_gain=self.least_gain)
@@ -132,7 +126,7 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class TimeToTarget:
+class TimeToTarget(Checked):
     """The size that reaches the target soonest: images a second, divided by the number of images to the target.
 
     Args:
@@ -148,10 +142,10 @@ class TimeToTarget:
     """
 
     epochs: tuple[tuple[int, float], ...] = ()
-    least_gain: float = 0.02
+    least_gain: _Gain = 0.02
 
     def __post_init__(self) -> None:
-        _check_gain(self.least_gain)
+        super().__post_init__()
         sizes = [batch for batch, _ in self.epochs]
         good = sizes == sorted(set(sizes)) and all(b >= 1 and 0 < e < math.inf for b, e in self.epochs)
         if self.epochs and (len(sizes) < 2 or not good):
@@ -198,8 +192,3 @@ class TimeToTarget:
 def _most(best: Measurement, tries: SizeSearch) -> str:
     good = tries.good
     return f"{best.images_per_s:,.0f} images/s, the most of {len(good)} sizes from {good[0].batch} to {good[-1].batch}"
-
-
-def _check_gain(least_gain: float) -> None:
-    if not 0 < least_gain < 1:
-        raise InputError(f"least_gain={least_gain}: a share above 0 and below 1, such as 0.02")

@@ -3,11 +3,11 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.data.decode import native
 from kasoku.data.loading.shuffle import draws, whole
 
@@ -35,23 +35,11 @@ class Augment(Technique, stage=Stage.DATA, changes_pixels=True, in_sandbox=False
     """
 
     flip: Literal["none", "random", "alternating"] = "none"
-    translate: int = 0
-    cutout: int = 0
-    jitter: float = 0.0
+    translate: Annotated[int, Range(at_least=0)] = 0
+    cutout: Annotated[int, Range(at_least=0)] = 0
+    jitter: Annotated[float, Range(at_least=0, below=1)] = 0.0
     crop: Literal["center", "random_resized"] = "center"
-    scale_min: float = 0.25
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("flip", ("none", "random", "alternating")), ("crop", ("center", "random_resized"))):
-            if getattr(self, name) not in allowed:
-                raise InputError(f"{name}={getattr(self, name)}: one of {', '.join(allowed)}")
-        for name in ("translate", "cutout"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name}={getattr(self, name)}: 0 (none) or more pixels")
-        if not 0 <= self.jitter < 1:
-            raise InputError(f"jitter={self.jitter}: 0 (none) or more, below 1")
-        if not 0 < self.scale_min <= 1:
-            raise InputError(f"scale_min={self.scale_min}: more than 0 and at most 1, a share of the image's area")
+    scale_min: Annotated[float, Range("a share of the area of the image", above=0, at_most=1)] = 0.25
 
     def apply(self, job: Job) -> None:
         """Has the job's loader augment. Raises InputError for a loader or images it does not fit."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kasoku.core import Batch, InputError, Job, Stage, Technique
+from kasoku.core import Batch, InputError, Job, Range, Stage, Technique
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,8 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
     Ref: Mixup: Zhang et al. 2017 (arXiv 1710.09412); CutMix: Yun et al. 2019 (arXiv 1905.04899).
     """
 
-    mixup: float = 0.2
-    cutmix: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
-            if not 0 <= alpha < math.inf:
-                raise InputError(f"{name}={alpha}: 0 (off) or more, the alpha of a Beta distribution")
+    mixup: Annotated[float, Range("the alpha of a Beta distribution", at_least=0, below=math.inf)] = 0.2
+    cutmix: Annotated[float, Range("the alpha of a Beta distribution", at_least=0, below=math.inf)] = 1.0
 
     def draw(self, random: np.random.Generator, images: int, size: tuple[int, int]) -> Pairing:
         """How a batch of at least two images of `size` (height, width) is mixed."""

@@ -12,11 +12,12 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.shuffle import draws, whole
 
@@ -56,14 +57,8 @@ class RandAugment(Technique, stage=Stage.DATA, changes_pixels=True, in_sandbox=F
     Ref: Cubuk et al. 2019 (arXiv 1909.13719); strengths: Cubuk et al. 2018 (arXiv 1805.09501), as torchvision has them.
     """
 
-    count: int = 2
-    magnitude: float = 9.0
-
-    def __post_init__(self) -> None:
-        if self.count < 0:
-            raise InputError(f"count={self.count}: 0 (none) or more changes an image")
-        if not 0 <= self.magnitude <= _TOP:
-            raise InputError(f"magnitude={self.magnitude}: 0 to {_TOP}")
+    count: Annotated[int, Range(at_least=0)] = 2
+    magnitude: Annotated[float, Range(at_least=0, at_most=_TOP)] = 9.0
 
     def apply(self, job: Job) -> None:
         """Has the job's loader vary images. Raises InputError for a loader or images it does not fit."""

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.loader import Loader
 
@@ -60,11 +60,7 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
     Ref: Moreno-Alvarez et al. 2020 (heterogeneous data parallelism); Hetseq, Qian et al. 2021.
     """
 
-    images: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if any(n < 1 for n in self.images):
-            raise InputError(f"images={self.images}: at least 1 image for each rank")
+    images: Annotated[tuple[int, ...], Range("the images of each rank", at_least=1)] = ()
 
     def apply(self, job: Job) -> None:
         """Has the loader share its batches so, and weighs the loss. Raises InputError where they do not fit the job."""

@@ -17,11 +17,11 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from kasoku.core import Comm, InputError, Job, Solo, Stage, Technique, say
+from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.quantization import CODECS
@@ -35,9 +35,11 @@ from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.overlap import Overlap, SingleRank
 
+_REFUSED = {"moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"}
+
 
 @dataclass(frozen=True)
-class Asynchronous(Technique):
+class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_gradients=True, channels=1):
     """Adds each rank's updates to shared weights and reads fresh weights during the next step.
 
     `job.drain()`, `evaluation()`, `state_dict()` and `close()` are collective: they are sync points, after which all
@@ -76,33 +78,16 @@ class Asynchronous(Technique):
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017 (the [001] team: predict).
     """
 
-    stage: ClassVar[Stage] = Stage.NODE
-    refuses: ClassVar[Mapping[str, str]] = {
-        "moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"
-    }
-    exchanges_gradients: ClassVar[bool] = True
-    channels: ClassVar[int] = 1
-
-    max_staleness: int | None = None
+    max_staleness: Annotated[int | None, Range("None for any number of steps", at_least=0)] = None
     buckets: Policy = field(default_factory=Graded)
-    every: int = 0
+    every: Annotated[int, Range(at_least=0)] = 0
     hidden: bool = True
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
     stream: bool = False
     predict: float = -1.0
-    warmup: float = 0.0
-    finish: float = 0.0
-    node: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
-        if min(self.every, self.node) < 0:
-            raise InputError(f"every={self.every}, node={self.node}: each 0 or more")
-        if self.wire not in CODECS:
-            raise InputError(f'wire="{self.wire}": "fp32", "bf16" or "int8"')
-        if self.warmup < 0 or self.finish < 0:
-            raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
+    warmup: Annotated[float, Range(at_least=0)] = 0.0
+    finish: Annotated[float, Range(at_least=0)] = 0.0
+    node: Annotated[int, Range(at_least=0)] = 0
 
     @property
     def ahead(self) -> float:

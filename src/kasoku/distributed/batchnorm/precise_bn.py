@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from kasoku.core import Batch, InputError, Job, Stage, Technique
+from kasoku.core import Batch, InputError, Job, Range, Stage, Technique
 from kasoku.core.job_state import Patches
 from kasoku.distributed.batchnorm.grouped import Steer, norms
 from kasoku.distributed.consensus import iterate_on_all_ranks
@@ -35,11 +36,7 @@ class Recalibrate(Technique, stage=Stage.COMM, renews_statistics=True):
         et al. 2019 (arXiv 1906.06423).
     """
 
-    images: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.images < 0:
-            raise InputError(f"images={self.images}: how many to measure with, or 0 for all")
+    images: Annotated[int, Range("0 takes all", at_least=0)] = 8192
 
     def apply(self, job: Job) -> None:
         """Measures before each evaluation and restores the running statistics after it."""

@@ -1,20 +1,21 @@
 """Trains with the numerics of many ranks on fewer devices."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.distributed.batchnorm.grouped import Steer, norms
+
+_REFUSED = {"captures_graph": "a graph runs no Python that could group the images; leave Graphs out, or norm_batch"}
 
 
 @dataclass(frozen=True)
-class VirtualRanks(Technique):
+class VirtualRanks(Technique, stage=Stage.COMM, refuses=_REFUSED, groups_span_ranks=True):
     """BatchNorm takes its statistics over groups of exactly `norm_batch` images, whatever the number of devices.
 
     A batch of N * norm_batch images then trains as on N ranks, on any number of devices. Each group has its own
@@ -37,20 +38,8 @@ class VirtualRanks(Technique):
     Ref: [000] 4.1.1 (each process has its own statistics; averages for few updates); Goyal et al. 2017, 3.
     """
 
-    stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[Mapping[str, str]] = {
-        "captures_graph": "a graph runs no Python that could group the images; leave Graphs out, or norm_batch"
-    }
-    groups_span_ranks: ClassVar[bool] = True
-
-    norm_batch: int = 0
-    average: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.norm_batch < 0:
-            raise InputError(f"norm_batch={self.norm_batch}: at least 1, or 0 for all images of a forward")
-        if not 0 <= self.average < math.inf:
-            raise InputError(f"average={self.average}: epochs above 0, or 0 for each module's own momentum")
+    norm_batch: Annotated[int, Range("0 takes all images of a forward", at_least=0)] = 0
+    average: Annotated[float, Range("0 takes each module's own momentum", at_least=0, below=math.inf)] = 0.0
 
     @property
     def images_per_group(self) -> int:

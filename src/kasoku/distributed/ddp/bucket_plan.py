@@ -9,8 +9,9 @@ cannot be overtaken. The head (1) must fill the link until backward ends, and no
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from kasoku.core import InputError
+from kasoku.core import Checked, Range
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel, Sized, UnitTimes, forecast
 
 MIB = 2**20
@@ -19,7 +20,7 @@ _HEADS = 64  # sizes of a head that are tried
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Checked):
     """How tensors (in order of definition) become buckets; a frozen dataclass with the settings as fields."""
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
@@ -50,13 +51,8 @@ class Fixed(Policy):
     Saves: latency, as fewer buckets; costs: a whole bucket waits for its last gradient.
     """
 
-    bucket_bytes: int = 25 * MIB
-    first_bytes: int = MIB
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1 or self.first_bytes < 1:
-            given = f"bucket_bytes={self.bucket_bytes}, first_bytes={self.first_bytes}"
-            raise InputError(f"{given}: at least 1 byte; one bucket for all is the policy OneBucket")
+    bucket_bytes: Annotated[int, Range("one bucket for all is the policy OneBucket", at_least=1)] = 25 * MIB
+    first_bytes: Annotated[int, Range(at_least=1)] = MIB
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         buckets: list[list[int]] = []
@@ -84,14 +80,9 @@ class Graded(Policy):
     Ref: [000] 4.4 (at least 1 MB) and its MLPerf v0.6 entry: the cubic form gives 3, 21, 57, 80 tensors of ResNet-50.
     """
 
-    first: int = 3
-    power: float = 3.0
-    least_bytes: int = MIB
-
-    def __post_init__(self) -> None:
-        if self.first < 1 or not 0 < self.power < 10 or self.least_bytes < 0:
-            given = f"first={self.first}, power={self.power}, least_bytes={self.least_bytes}"
-            raise InputError(f"{given}: at least 1 tensor, a power above 0 and below 10, and 0 bytes or more")
+    first: Annotated[int, Range(at_least=1)] = 3
+    power: Annotated[float, Range(above=0, below=10)] = 3.0
+    least_bytes: Annotated[int, Range(at_least=0)] = MIB
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         n = len(tensors)
@@ -113,11 +104,7 @@ class PerLayer(Policy):
     Ref: [003].
     """
 
-    least_bytes: int = 2**16
-
-    def __post_init__(self) -> None:
-        if self.least_bytes < 0:
-            raise InputError(f"least_bytes={self.least_bytes}: 0 bytes or more")
+    least_bytes: Annotated[int, Range(at_least=0)] = 2**16
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         return ready_order(_merged(_by_unit(tensors), tensors, self.least_bytes), tensors, "a layer")
@@ -152,12 +139,8 @@ class Planned(Policy):
         two runs; a resumed run keeps its plan.
     """
 
-    warm: int = 2
-    measure: int = 6
-
-    def __post_init__(self) -> None:
-        if self.warm < 0 or self.measure < 1:
-            raise InputError(f"warm={self.warm}, measure={self.measure}: 0 steps or more, and at least 1 step")
+    warm: Annotated[int, Range(at_least=0)] = 2
+    measure: Annotated[int, Range(at_least=1)] = 6
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         """What holds until the times are known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -50,23 +50,22 @@ class Reduce:
 
 
 class ChainedReduce(Reduce):
-    """Base class of reducers that keep state or need several collectives; see Note: chains."""
+    """A reducer that keeps state or needs several collectives, those of `chain`; see Note: chains.
 
-    def __init__(self, comm: Comm, settings: object) -> None:
+    `chain(reduce, key, x)`: yields the collectives that leave the mean in x.
+    """
+
+    def __init__(self, comm: Comm, chain: Callable[[Any, str, Tensor], Chain]) -> None:
         super().__init__(comm)
-        self.settings = settings  # of the subclass
+        self._chain = chain
         self.kept = _Kept()  # saved in checkpoints
         self.buffers = _Kept()
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._todo: queue.SimpleQueue[tuple[Chain, _Later] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def chain(self, key: str, x: Tensor) -> Chain:
-        """The collectives that leave the mean in x."""
-        raise NotImplementedError(f"{type(self).__name__}.chain")
-
     def __call__(self, key: str, x: Tensor) -> Work:
-        chain, later = self.chain(key, x), _Later()
+        chain, later = self._chain(self, key, x), _Later()
         if not self.comm.thread_safe:
             _run(chain)
             later.set_result(None)

@@ -2,13 +2,13 @@
 
 import math
 import zlib
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from kasoku.core import Comm, InputError
+from kasoku.core import Checked, Comm, InputError, Range
 from kasoku.distributed.ddp.chained_reduce import Chain, ChainedReduce, Reduce
 from kasoku.distributed.environment import ranks_on_host
 
@@ -17,7 +17,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
-class Reducer:
+class Reducer(Checked):
     """The settings of a method that averages chunks of gradients; `bind` creates the reducer."""
 
     def bind(self, comm: Comm) -> Reduce:
@@ -68,13 +68,33 @@ class Wire(Reducer):
     dtype: Literal["bf16", "fp16"] = "bf16"
     feedback: bool = True
 
-    def __post_init__(self) -> None:
-        if self.dtype not in _WIRES:
-            raise InputError(f'dtype="{self.dtype}": "bf16" or "fp16"')
-
     def bind(self, comm: Comm) -> Reduce:
         """Errors are kept by key and start at zero."""
-        return _Wire(comm, self)
+        return ChainedReduce(comm, self._chain)
+
+    def _chain(self, reduce: ChainedReduce, key: str, x: Tensor) -> Chain:
+        n, size, dtype, buffers = x.numel(), reduce.comm.size, _WIRES[self.dtype], reduce.buffers
+        part = -(-n // size)
+        sent = buffers.at("sent", key, (size * part,), x, dtype)
+        parts = buffers.at("parts", key, (size, part), x, dtype)
+        mean = buffers.at("mean", key, (part,), x)
+
+        def round_off(x: Tensor, out: Tensor, name: str) -> None:
+            """Sets out = x in the wire's dtype, and keeps the rounding error."""
+            if not self.feedback:
+                out.copy_(x)
+                return
+            error = reduce.kept.at(name, key, (x.numel(),), x)
+            error.add_(x)
+            out.copy_(error)
+            error.sub_(out).nan_to_num_(0.0, 0.0, 0.0)
+
+        round_off(x, sent[:n], "error")
+        yield reduce.comm.all_to_all(parts, sent)
+        torch.sum(parts, 0, dtype=torch.float32, out=mean)
+        round_off(mean.div_(size), parts[0], "mean_error")
+        yield reduce.comm.all_gather(sent, parts[0])
+        x.copy_(sent[:n])
 
     def largest(self, ranks: int) -> float:
         """Half of what the wire holds: rounding, and the errors of earlier steps, add less than the other half."""
@@ -100,13 +120,9 @@ class LowRank(Reducer):
     Ref: Vogels et al. 2019 (arXiv 1905.13727).
     """
 
-    rank: int = 4
-    min_elements: int = 2**14
+    rank: Annotated[int, Range(at_least=1)] = 4
+    min_elements: Annotated[int, Range(at_least=0)] = 2**14
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.min_elements < 0:
-            raise InputError(f"rank={self.rank}, min_elements={self.min_elements}: at least 1 column and 0 elements")
 
     def shape(self, elements: int) -> tuple[int, int]:
         """The rows and columns of a chunk's matrix; (0, 0) if the chunk is averaged uncompressed."""
@@ -117,7 +133,33 @@ class LowRank(Reducer):
 
     def bind(self, comm: Comm) -> Reduce:
         """Errors and factors are kept by key."""
-        return _LowRank(comm, self)
+        return ChainedReduce(comm, self._chain)
+
+    def _chain(self, reduce: ChainedReduce, key: str, x: Tensor) -> Chain:
+        n, (rows, columns), buffers, kept = x.numel(), self.shape(x.numel()), reduce.buffers, reduce.kept
+        if not rows:
+            yield reduce.comm.all_reduce(x, op="mean")
+            return
+        error = kept.at("error", key, (rows * columns,), x)
+        last_q = kept.get("q", {}).get(key)
+        p, q = buffers.at("p", key, (rows, self.rank), x), kept.at("q", key, (columns, self.rank), x)
+        if last_q is None or last_q.shape != q.shape:  # at first random, from the seed and the key alone
+            own = torch.Generator().manual_seed((self.seed << 32) + zlib.crc32(key.encode()))
+            q.copy_(torch.randn(q.shape, generator=own))
+        whole = buffers.at("product", key, (rows * columns,), x)
+        error[:n].add_(x)
+        m = error.view(rows, columns)
+        torch.mm(m, q, out=p)
+        yield reduce.comm.all_reduce(p, op="mean")
+        p.copy_(torch.linalg.qr(p).Q)  # Householder QR is orthonormal even if P is 0, so a lost column comes back
+        torch.mm(m.T, p, out=q)
+        m.addmm_(p, q.T, alpha=-1)  # minus its own product: with the mean's, differences of ranks would pile up
+        error[n:] = 0
+        error.nan_to_num_(0.0, 0.0, 0.0)
+        yield reduce.comm.all_reduce(q, op="mean")
+        torch.mm(p, q.T, out=whole.view(rows, columns))
+        x.copy_(whole[:n])
+        q.nan_to_num_(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -135,12 +177,8 @@ class Hierarchical(Reducer):
     Ref: [000] and its MLPerf v0.6 entry; Jia et al. 2018 (arXiv 1807.11205); Mikami et al. 2018 (arXiv 1811.05233).
     """
 
-    node: int = 0
+    node: Annotated[int, Range("0 asks the launcher for the ranks on each node", at_least=0)] = 0
     across: Reducer = field(default_factory=Mean)
-
-    def __post_init__(self) -> None:
-        if self.node < 0:
-            raise InputError(f"node={self.node}: give the number of ranks on each node, or 0 to ask the launcher")
 
     def bind(self, comm: Comm) -> Reduce:
         """Creates the groups of ranks. Mean if all share one node, `across` alone if each has its own."""
@@ -152,80 +190,22 @@ class Hierarchical(Reducer):
             raise InputError(f"Hierarchical: {comm.size} ranks in nodes of {node}: node must divide {comm.size}")
         if node == comm.size:
             return Reduce(comm)
-        return self.across.bind(comm) if node == 1 else _Hierarchical(comm, replace(self, node=node))
+        return self.across.bind(comm) if node == 1 else _Hierarchical(comm, node, self.across)
 
     def largest(self, ranks: int) -> float:
         return min(_LARGEST / ranks, self.across.largest(ranks))
 
 
-class _Wire(ChainedReduce):
-    settings: Wire
-
-    def chain(self, key: str, x: Tensor) -> Chain:
-        n, size, dtype = x.numel(), self.comm.size, _WIRES[self.settings.dtype]
-        part = -(-n // size)
-        sent = self.buffers.at("sent", key, (size * part,), x, dtype)
-        parts = self.buffers.at("parts", key, (size, part), x, dtype)
-        mean = self.buffers.at("mean", key, (part,), x)
-        self._round(sent[:n], "error", key, x)
-        yield self.comm.all_to_all(parts, sent)
-        torch.sum(parts, 0, dtype=torch.float32, out=mean)
-        self._round(parts[0], "mean_error", key, mean.div_(size))
-        yield self.comm.all_gather(sent, parts[0])
-        x.copy_(sent[:n])
-
-    def _round(self, out: Tensor, name: str, key: str, x: Tensor) -> None:
-        """Sets out = x in the wire's dtype, and keeps the rounding error."""
-        if not self.settings.feedback:
-            out.copy_(x)
-            return
-        error = self.kept.at(name, key, (x.numel(),), x)
-        error.add_(x)
-        out.copy_(error)
-        error.sub_(out).nan_to_num_(0.0, 0.0, 0.0)
-
-
-class _LowRank(ChainedReduce):
-    settings: LowRank
-
-    def chain(self, key: str, x: Tensor) -> Chain:
-        n, rank = x.numel(), self.settings.rank
-        rows, columns = self.settings.shape(n)
-        if not rows:
-            yield self.comm.all_reduce(x, op="mean")
-            return
-        error = self.kept.at("error", key, (rows * columns,), x)
-        last_q = self.kept.get("q", {}).get(key)
-        p, q = self.buffers.at("p", key, (rows, rank), x), self.kept.at("q", key, (columns, rank), x)
-        if last_q is None or last_q.shape != q.shape:  # at first random, from the seed and the key alone
-            own = torch.Generator().manual_seed((self.settings.seed << 32) + zlib.crc32(key.encode()))
-            q.copy_(torch.randn(q.shape, generator=own))
-        whole = self.buffers.at("product", key, (rows * columns,), x)
-        error[:n].add_(x)
-        m = error.view(rows, columns)
-        torch.mm(m, q, out=p)
-        yield self.comm.all_reduce(p, op="mean")
-        p.copy_(torch.linalg.qr(p).Q)  # Householder QR is orthonormal even if P is 0, so a lost column comes back
-        torch.mm(m.T, p, out=q)
-        m.addmm_(p, q.T, alpha=-1)  # minus its own product: with the mean's, differences of ranks would pile up
-        error[n:] = 0
-        error.nan_to_num_(0.0, 0.0, 0.0)
-        yield self.comm.all_reduce(q, op="mean")
-        torch.mm(p, q.T, out=whole.view(rows, columns))
-        x.copy_(whole[:n])
-        q.nan_to_num_(0.0, 0.0, 0.0)
-
-
 class _Hierarchical(ChainedReduce):
-    def __init__(self, comm: Comm, settings: Hierarchical) -> None:
-        super().__init__(comm, settings)
-        self._node = node = settings.node
+    def __init__(self, comm: Comm, node: int, across: Reducer) -> None:
+        super().__init__(comm, _Hierarchical._within_and_across)
+        self._node = node
         nodes = [list(range(first, first + node)) for first in range(0, comm.size, node)]
         # scatter and gather have a group each, so that one piece can be scattered while another is gathered
         self._scatter, self._gather = (comm.sub(nodes) for _ in range(2))
-        self._across = settings.across.bind(comm.sub(list(zip(*nodes, strict=True))))
+        self._across = across.bind(comm.sub(list(zip(*nodes, strict=True))))
 
-    def chain(self, key: str, x: Tensor) -> Chain:
+    def _within_and_across(self, key: str, x: Tensor) -> Chain:
         n = x.numel()
         length = -(-n // self._node)
         part = self.buffers.at("part", key, (length,), x, x.dtype)

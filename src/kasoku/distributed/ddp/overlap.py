@@ -71,10 +71,6 @@ class Overlap(Technique):
     unused: Literal["refuse", "skip"] = "refuse"
     show: bool = False
 
-    def __post_init__(self) -> None:
-        if self.unused not in ("refuse", "skip"):
-            raise InputError(f'unused="{self.unused}": "refuse" or "skip"')
-
     @property
     def skips_unused(self) -> bool:
         return self.unused == "skip"

@@ -4,22 +4,21 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from math import inf
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from kasoku.core import InputError
+from kasoku.core import Checked, InputError, Range
 from kasoku.core.hardware import laid_out_like
 from kasoku.optim.lars.foreach import Move, Rule, step_cpu, step_foreach
-from kasoku.optim.param_groups import refuse_momentum_sgd, refuse_outside, split
+from kasoku.optim.param_groups import refuse_momentum_sgd, split
 
 Form = Literal["mlperf", "pytorch", "mxnet"]
 
 
 @dataclass(frozen=True)
-class Trust:
+class Trust(Checked):
     """The factor on a layer's learning rate: trust = eta * |w| / (|g| + weight_decay * |w| + eps).
 
     Args:
@@ -32,15 +31,10 @@ class Trust:
             technique then applies its schedule to weight_decay as well.
     """
 
-    eta: float = 1e-3
-    eps: float = 0.0
+    eta: Annotated[float, Range(at_least=0)] = 1e-3
+    eps: Annotated[float, Range(at_least=0)] = 0.0
     form: Form = "mlperf"
     decoupled: bool = False
-
-    def __post_init__(self) -> None:
-        refuse_outside(eta=(self.eta, 0, inf), eps=(self.eps, 0, inf))
-        if self.form not in get_args(Form):
-            raise InputError(f'form="{self.form}": one of {", ".join(get_args(Form))}')
 
 
 class LARS(torch.optim.Optimizer):

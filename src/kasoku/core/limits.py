@@ -1,0 +1,51 @@
+"""Settings that declare what they may be, in the type of their field: `rank: Annotated[int, Range(at_least=1)] = 4`."""
+
+import operator
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from kasoku.core.errors import InputError
+
+_LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+
+
+class Range:
+    """The numbers that a setting, or each item of it, may be, by `at_least`, `above`, `at_most` and `below`; never NaN.
+
+    `advice`: the end of the refusal of another number.
+    """
+
+    def __init__(self, advice: str = "", **limits: float) -> None:
+        self.advice, self.limits = advice, limits
+
+    def __contains__(self, value: float | tuple[float, ...]) -> bool:
+        numbers = value if isinstance(value, tuple) else (value,)
+        return all(_LIMITS[name](number, limit) for name, limit in self.limits.items() for number in numbers)
+
+    def __str__(self) -> str:
+        allowed = " and ".join(f"{name.replace('_', ' ')} {limit:,}" for name, limit in self.limits.items())
+        return f"{allowed}; {self.advice}" if self.advice else allowed
+
+
+class Checked:
+    """Base class of dataclasses that refuse a number outside the `Range` of its field, and a word that is no Literal.
+
+    None is not checked. A subclass with a `__post_init__` of its own calls this one first.
+    """
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
+            for allowed in getattr(hint, "__metadata__", ()):
+                if (value := getattr(self, name)) is not None and value not in allowed:
+                    raise InputError(f"{name}={value}: {allowed}")
+            if get_origin(hint) is Literal and (value := getattr(self, name)) not in get_args(hint):
+                *others, last = (f'"{word}"' for word in get_args(hint))
+                raise InputError(f'{name}="{value}": {", ".join(others)} or {last}')
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(kind, include_extras=True)
+    except NameError:  # a type that is imported for type checkers only
+        return {}

@@ -1,0 +1,56 @@
+"""A setting outside the range or the words that its field declares is refused in one line."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+
+from kasoku.core import Checked, InputError, Range
+
+
+@dataclass(frozen=True)
+class Settings(Checked):
+    count: Annotated[int, Range(at_least=1)] = 1
+    share: Annotated[float, Range(above=0, at_most=1)] = 0.5
+    bound: Annotated[float | None, Range("None for no bound", at_least=0, below=10)] = None
+    pair: Annotated[tuple[float, float], Range(above=0, at_most=1000)] = (1, 1)
+    word: Literal["one", "two", "three"] = "one"
+    kind: ClassVar[str] = "of the class"
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"count": 0}, "count=0: at least 1"),
+        ({"share": 0.0}, "share=0.0: above 0 and at most 1"),
+        ({"share": 1.5}, "share=1.5: above 0 and at most 1"),
+        ({"share": float("nan")}, "share=nan: above 0 and at most 1"),
+        ({"bound": -1}, "bound=-1: at least 0 and below 10; None for no bound"),
+        ({"bound": 10}, "bound=10: at least 0 and below 10; None for no bound"),
+        ({"pair": (0, 2)}, "pair=(0, 2): above 0 and at most 1,000"),
+        ({"pair": (0.5, 1001)}, "pair=(0.5, 1001): above 0 and at most 1,000"),
+        ({"word": "four"}, 'word="four": "one", "two" or "three"'),
+    ],
+)
+def test_a_value_outside_is_refused_with_what_is_allowed(wrong: dict[str, Any], line: str):
+    with pytest.raises(InputError) as refused:
+        Settings(**wrong)
+    assert str(refused.value) == line
+
+
+def test_values_at_the_ends_and_none_are_taken():
+    assert Settings(1, 1.0, 0, (1, 1000), "three", object()).share == 1.0
+    assert Settings(2, 1e-9, 9.9).bound == 9.9
+    assert Settings(bound=None).bound is None
+
+
+def test_a_subclass_is_checked_by_the_fields_of_both():
+    @dataclass(frozen=True)
+    class More(Settings):
+        extra: Annotated[int, Range(at_least=0)] = 0
+
+    with pytest.raises(InputError, match="count=0"):
+        More(count=0)
+    with pytest.raises(InputError, match="extra=-1"):
+        More(extra=-1)
