@@ -70,13 +70,10 @@ class FileExecutor(Executor):
                 task.result()
 
     def fork(self) -> FileExecutor:
-        """Shares the decoded images; skips for itself."""
+        """Shares the decoded images; skips and tunes for itself."""
         twin = FileExecutor(self.split, copy.deepcopy(self.skipped), side=self.side)
         twin.cache = self.cache
         return twin
-
-    def restart_autotuner(self) -> None:
-        self._autotuner = None
 
     def cached(self, index: int) -> np.ndarray:
         """One decoded image, kept; what was pixels already is not kept a second time."""
