@@ -24,7 +24,6 @@ from kasoku.data.decode.decode import decode
 from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, ThreadPool, decode_chunk
-from kasoku.data.remote.store import GoneError
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
@@ -56,18 +55,15 @@ class FileExecutor(Executor):
         batch = pipeline.indices(epoch, islice(pipeline.part_numbers(first), pipeline.parts))
         read = self.cached if pipeline.keeps_decoded else self.split.read
 
-        def try_to_read(index: int) -> None:
-            try:
-                read(index)
-            except GoneError:
-                raise
-            except InputError:
-                pass  # counted and named with its batch
+        def touch(index: int) -> None:  # keeps no image
+            read(index)
 
         with closing(ThreadPool(max(1, min(cores(), 32) // pipeline.cores_shared_by))) as pool:
-            tasks = [pool.submit(try_to_read, index) for index in torch.cat(list(batch)).tolist()]
+            tasks = [pool.submit(touch, index) for index in torch.cat(list(batch)).tolist()]
             for task in tasks:
-                task.result()
+                error = task.exception()
+                if error and getattr(error, "gone", True):  # a bad image is counted and named with its batch
+                    raise error
 
     def fork(self) -> FileExecutor:
         """Shares the decoded images; skips and tunes for itself."""

@@ -19,7 +19,6 @@ from kasoku.core.errors import InputError
 from kasoku.data.decode.decode import crop
 from kasoku.data.decode.nvjpeg import Jpegs
 from kasoku.data.loading.pipeline import Crop
-from kasoku.data.remote.store import GoneError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,9 +113,9 @@ def decode_chunk(
             source = read(image)
             if jpegs is None or not jpegs.take(image, source, box):
                 crop(source, box, out_NHWC[row], name=name(image))
-        except GoneError:
-            raise
         except InputError as error:
+            if error.gone:
+                raise
             bad[row] = str(error)
     return bad
 
