@@ -219,13 +219,11 @@ class _Iteration:
             for row, index in enumerate(batch.index_N.tolist()):
                 if index in failed and (reason := self._crop(index, batch.images_NHWC[row])):
                     bad[row] = reason
-        shown_N, train = batch.index_N, self.pipeline.train
-        if bad:
-            shown_N = shown_N.clone()
-            for row, reason in bad.items():
-                self.skipped.add(int(shown_N[row]), reason)
-                if train:
-                    shown_N[row] = self._replacement(int(shown_N[row]), batch.images_NHWC[row])
+        shown_N, train = batch.index_N.clone(), self.pipeline.train
+        for row, reason in bad.items():
+            self.skipped.add(int(shown_N[row]), reason)
+            if train:
+                shown_N[row] = self._replacement(int(shown_N[row]), batch.images_NHWC[row])
         y_N = self.split.labels_N[shown_N]
         if bad and not train:
             good_N = torch.ones(len(y_N), dtype=torch.bool)
