@@ -20,8 +20,7 @@ from shutil import which
 from typing import Any
 
 from kasoku.commands.arguments import ReproduceArguments
-from kasoku.config.toml import nearest
-from kasoku.core import InputError, say
+from kasoku.core.errors import InputError, nearest, say
 from kasoku.core.files import read_json, write_text
 from kasoku.report import documents, environment
 from kasoku.report.html import read_run
