@@ -65,11 +65,11 @@ class Shards:
         shard, offset, size, crc32, raw = self.place_N5[index].tolist()
         file, name = self.files[shard], self.names[index]
 
-        def matches(data: bytes | np.ndarray) -> bool:
+        def matches(data: bytes | memoryview) -> bool:
             return len(data) == size and bool(crc32 < 0 or zlib.crc32(data) == crc32)
 
         if raw and self.store.local:
-            data: bytes | np.ndarray = self.mapped(file)[offset : offset + size]
+            data: bytes | memoryview = self.mapped(file).data[offset : offset + size]
             good = self._compared_N[index] = self._compared_N[index] or matches(data)
         else:
 
@@ -90,7 +90,7 @@ class Shards:
                 fault, advice = f"are not those that were packed, {tried}", "upload that file again"
             where = f"{name}: its bytes in {file}"
             raise InputError(f"{where} {fault}: {advice} (`kasoku pack --verify` finds all such images)")
-        return planes(np.frombuffer(data, np.uint8), name) if raw else data
+        return planes(np.frombuffer(data, np.uint8), name) if raw else bytes(data)
 
     @functools.cached_property
     def _compared_N(self) -> np.ndarray:  # noqa: N802
