@@ -11,7 +11,7 @@ elsewhere a schedule with shares needs its `epochs`.
 import math
 from dataclasses import dataclass, replace
 
-from kasoku.core.errors import InputError, refuse_outside
+from kasoku.core.errors import InputError
 
 
 def epoch_of(time: float, epochs: float, name: str) -> float:
@@ -41,7 +41,9 @@ class Schedule:
     epochs: float = 0.0
 
     def __post_init__(self) -> None:
-        refuse_outside(warmup=(self.warmup, 0), start=(self.start, 0), epochs=(self.epochs, 0))
+        if self.warmup < 0 or self.start < 0 or self.epochs < 0:
+            given = f"warmup={self.warmup}, start={self.start}, epochs={self.epochs}"
+            raise InputError(f"{given}: none of them may be below 0")
 
     def __call__(self, epoch: float) -> float:
         """The factor after `epoch` epochs (fractions allowed)."""
