@@ -206,7 +206,7 @@ def test_no_more_than_cache_bytes_of_a_folder_far_away_are_kept(tree, far, tmp_p
         for _ in range(2):
             assert all(d.train.read(i) == (tree / d.train.name(i)).read_bytes() for i in range(18))
         assert len(list((tmp_path / f"{cache_bytes}").rglob("*.piece"))) == copies
-    with pytest.raises(InputError, match="cache_bytes=-1: must be at least 0"):
+    with pytest.raises(InputError, match="cache_bytes=-1: 0 bytes or more"):
         folder("memory://far/photos", cache_bytes=-1)
 
 

@@ -209,7 +209,7 @@ def test_padding_puts_black_around_each_image(tmp_path):
     inner = padded.train.images_NHWC[:, 2:-2, 2:-2]
     assert torch.equal(inner, plain.train.images_NHWC)
     assert padded.train.images_NHWC.sum() == inner.sum()
-    with pytest.raises(InputError, match="pad=-1: must be at least 0"):
+    with pytest.raises(InputError, match="pad=-1: pixels on each side, 0 or more"):
         idx(str(tmp_path), pad=-1)
 
 

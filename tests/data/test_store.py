@@ -501,7 +501,7 @@ def test_a_root_that_is_none_is_one_clear_line(tmp_path):
             Store(root)
     with pytest.raises(InputError, match=r"root=nonsense://x: .*; (check the address|run: pip install)"):
         Store("nonsense://x")
-    with pytest.raises(InputError, match="cache_bytes=-1: must be at least 0"):
+    with pytest.raises(InputError, match="cache_bytes=-1: 0 bytes or more"):
         Store(str(tmp_path), cache_bytes=-1)
     assert [is_remote(root) for root in ("s3://b", "http://h/x", "file:///x", "/x", "x")] == [True] * 2 + [False] * 3
 

@@ -198,7 +198,7 @@ def test_graphs_train_as_the_plain_loop_does(autocast: bool):
     [
         (lambda: Autocast("fp8"), 'dtype="fp8": "bf16" or "fp16"'),
         (lambda: LossScale(factor=1.0), "factor=1.0"),
-        (lambda: Seeded(seed=-1), "seed=-1: must be at least 0"),
+        (lambda: Seeded(seed=-1), "seed=-1: 0 or more"),
     ],
 )
 def test_a_setting_outside_its_range_is_one_line(wrong, line: str):

@@ -3,7 +3,7 @@
 from kasoku.core.attribution import attributed, described
 from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, Solo, Work
-from kasoku.core.errors import InputError, one_line, refuse_outside, say, summary
+from kasoku.core.errors import InputError, one_line, say, summary
 from kasoku.core.job import Job
 from kasoku.core.job_state import Batch, Hyper, Stateful
 from kasoku.core.local_threads import DeadlockError, Threads
@@ -39,7 +39,6 @@ __all__ = [
     "described",
     "one_line",
     "process_start",
-    "refuse_outside",
     "say",
     "summary",
 ]

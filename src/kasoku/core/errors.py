@@ -3,7 +3,6 @@
 import difflib
 import sys
 from collections.abc import Iterable
-from math import inf
 
 
 class InputError(ValueError):
@@ -37,11 +36,3 @@ def nearest(name: str, names: Iterable[str]) -> str:
     if close := difflib.get_close_matches(name, names, n=1):
         return f": did you mean {close[0]}?"
     return f": one of {', '.join(names)}" if len(names) <= 16 else ""
-
-
-def refuse_outside(**ranges: tuple[float, ...]) -> None:
-    """Raises InputError for the first setting outside its range: name=(value, minimum[, exclusive maximum])."""
-    for name, (value, low, *high) in ranges.items():
-        if not low <= value < (high[0] if high else inf):
-            limit = f" and below {high[0]:g}" if high else ""
-            raise InputError(f"{name}={value:g}: must be at least {low:g}{limit}")

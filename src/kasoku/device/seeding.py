@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kasoku.core import Job, Stage, Technique, refuse_outside
+from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.job_state import Batch
 
 
@@ -26,7 +26,8 @@ class Seeded(Technique, stage=Stage.DATA):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        refuse_outside(seed=(self.seed, 0))
+        if self.seed < 0:
+            raise InputError(f"seed={self.seed}: 0 or more")
 
     def apply(self, job: Job) -> None:
         step, micro = -1, 0

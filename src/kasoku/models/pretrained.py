@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import InputError, Job, Stage, Technique, refuse_outside, summary
+from kasoku.core import InputError, Job, Stage, Technique, summary
 from kasoku.core.files import checked_file
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints keep the weights
@@ -42,7 +42,8 @@ class Pretrained(Technique, stage=Stage.MODEL, in_sandbox=False):
     def __post_init__(self) -> None:
         if not self.weights:
             raise InputError("weights: missing; the file to start from, .safetensors or a torch file of weights")
-        refuse_outside(freeze=(self.freeze, 0))
+        if self.freeze < 0:
+            raise InputError(f"freeze={self.freeze}: 0 blocks or more")
 
     def apply(self, job: Job) -> None:
         """Loads the weights and freezes the blocks; `close` unfreezes the blocks but keeps the weights."""

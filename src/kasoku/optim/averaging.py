@@ -9,12 +9,14 @@ after `apply`.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError, Job, Technique, refuse_outside
+from kasoku.core import InputError, Job, Technique
+from kasoku.optim.param_groups import refuse_outside
 
 _REFUSED = {"averages_weights": "both evaluate with averaged weights; leave one of them out"}
 
@@ -41,7 +43,7 @@ class EMA(Technique, refuses=_REFUSED, averages_weights=True):
     warmup: bool = True
 
     def __post_init__(self) -> None:
-        refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1))
+        refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1, inf))
 
     def apply(self, job: Job) -> None:
         _Average(job, "ema", every=self.every, share=self._share)
@@ -70,7 +72,7 @@ class Lookahead(Technique, refuses=_REFUSED, averages_weights=True, moves_weight
     decay: float = 0.5
 
     def __post_init__(self) -> None:
-        refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1))
+        refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1, inf))
 
     def apply(self, job: Job) -> None:
         """At every `every`-th update, averages and writes the average back; evaluation uses the slow weights."""

@@ -1,12 +1,12 @@
 """SGD with momentum and AdamW, in torch's fused form where the device has it."""
 
+from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
-from kasoku.core import refuse_outside
-from kasoku.optim.param_groups import refuse_momentum_sgd, split
+from kasoku.optim.param_groups import refuse_momentum_sgd, refuse_outside, split
 
 _FUSED = ("cpu", "cuda", "mps")  # devices where torch has fused steps
 
@@ -66,7 +66,7 @@ def adamw(
     Costs: two state tensors for each parameter, where SGD has one.
     Ref: Loshchilov and Hutter 2019 (arXiv 1711.05101); torch.optim.AdamW.
     """
-    refuse_outside(lr=(lr, 0), weight_decay=(weight_decay, 0))
+    refuse_outside(lr=(lr, 0, inf), weight_decay=(weight_decay, 0, inf))
     refuse_outside(**{f"betas[{i}]": (beta, 0.0, 1.0) for i, beta in enumerate(betas)})
     groups = _decay_groups(model, weight_decay, decay_all=decay_all)
     return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), fused=_has_fused(model))

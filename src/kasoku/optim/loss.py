@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from kasoku.core import InputError, refuse_outside
+from kasoku.core import InputError
+from kasoku.optim.param_groups import refuse_outside
 
 
 def logits_of(outputs_NK: Any) -> Tensor:

@@ -7,14 +7,15 @@ batched products, which saves kernel launches.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import InputError, refuse_outside
+from kasoku.core import InputError
 from kasoku.core.hardware import computes_bf16
-from kasoku.optim.param_groups import split
+from kasoku.optim.param_groups import refuse_outside, split
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: small singular values rise fast, all end near 1 (0.7 to 1.2)
 
@@ -45,8 +46,8 @@ class SGDSettings:
     whitening_epochs: float = 0.0
 
     def __post_init__(self) -> None:
-        refuse_outside(bias_lr=(self.bias_lr, 0), head_lr=(self.head_lr, 0), momentum=(self.momentum, 0, 1))
-        refuse_outside(weight_decay=(self.weight_decay, 0, 1), whitening_epochs=(self.whitening_epochs, 0))
+        refuse_outside(bias_lr=(self.bias_lr, 0, inf), head_lr=(self.head_lr, 0, inf), momentum=(self.momentum, 0, 1))
+        refuse_outside(weight_decay=(self.weight_decay, 0, 1), whitening_epochs=(self.whitening_epochs, 0, inf))
 
 
 class Muon(torch.optim.Optimizer):
@@ -143,7 +144,7 @@ def muon(
         approximately; |w| is the norm of the filter bank.
     Ref: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); airbench94_muon for the normalised form.
     """
-    refuse_outside(lr=(lr, 0), momentum=(momentum, 0, 1))
+    refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1))
     if not 1 <= steps <= 10:
         raise InputError(f"steps={steps}: from 1 to 10 Newton-Schulz iterations; 3 or 5 are usual")
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]

@@ -1,10 +1,11 @@
 """What optimizers share: which parameters decay, and checks of their settings."""
 
+from math import inf
 from typing import Any
 
 from torch import Tensor, nn
 
-from kasoku.core import InputError, refuse_outside
+from kasoku.core import InputError
 
 
 def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], list[Tensor]]:
@@ -28,6 +29,14 @@ def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], l
 
 def refuse_momentum_sgd(lr: float, momentum: float, *, nesterov: bool, weight_decay: float) -> None:
     """Raises InputError for settings that optimizers with momentum SGD cannot take."""
-    refuse_outside(lr=(lr, 0), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0))
+    refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0, inf))
     if nesterov and momentum == 0:
         raise InputError("nesterov=true with momentum=0: set momentum above 0, such as 0.9, or nesterov=false")
+
+
+def refuse_outside(**ranges: tuple[float, float, float]) -> None:
+    """Raises InputError for the first setting outside its range: name=(value, minimum, exclusive maximum)."""
+    for name, (value, low, high) in ranges.items():
+        if not low <= value < high:
+            limit = "" if high == inf else f" and below {high:g}"
+            raise InputError(f"{name}={value:g}: must be at least {low:g}{limit}")

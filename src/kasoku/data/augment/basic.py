@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from kasoku.core import InputError, Job, Stage, Technique, refuse_outside
+from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.data.decode import native
 from kasoku.data.loading.shuffle import draws, whole
 
@@ -45,7 +45,11 @@ class Augment(Technique, stage=Stage.DATA, changes_pixels=True, in_sandbox=False
         for name, allowed in (("flip", ("none", "random", "alternating")), ("crop", ("center", "random_resized"))):
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name}={getattr(self, name)}: one of {', '.join(allowed)}")
-        refuse_outside(translate=(self.translate, 0), cutout=(self.cutout, 0), jitter=(self.jitter, 0, 1))
+        for name in ("translate", "cutout"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name}={getattr(self, name)}: 0 (none) or more pixels")
+        if not 0 <= self.jitter < 1:
+            raise InputError(f"jitter={self.jitter}: 0 (none) or more, below 1")
         if not 0 < self.scale_min <= 1:
             raise InputError(f"scale_min={self.scale_min}: more than 0 and at most 1, a share of the image's area")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn import functional
 
-from kasoku.core import Batch, InputError, Job, Schedule, Stage, StepDecay, Technique, refuse_outside
+from kasoku.core import Batch, InputError, Job, Schedule, Stage, StepDecay, Technique
 from kasoku.core.schedule import epoch_of
 from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.loader import Loader
@@ -103,7 +103,8 @@ class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_re
     epochs: float = 0.0
 
     def __post_init__(self) -> None:
-        refuse_outside(multiple=(self.multiple, 1))
+        if self.multiple < 1:
+            raise InputError(f"multiple={self.multiple}: at least 1 pixel")
         if isinstance(self.side, Schedule):
             if self.until is not None:
                 raise InputError(f"until={self.until}: only for a side in pixels, a schedule ends itself; leave it out")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kasoku.core import Batch, InputError, Job, Stage, Technique, refuse_outside
+from kasoku.core import Batch, InputError, Job, Stage, Technique
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
     cutmix: float = 1.0
 
     def __post_init__(self) -> None:
-        refuse_outside(mixup=(self.mixup, 0), cutmix=(self.cutmix, 0))
+        for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
+            if not 0 <= alpha < math.inf:
+                raise InputError(f"{name}={alpha}: 0 (off) or more, the alpha of a Beta distribution")
 
     def draw(self, random: np.random.Generator, images: int, size: tuple[int, int]) -> Pairing:
         """How a batch of at least two images of `size` (height, width) is mixed."""

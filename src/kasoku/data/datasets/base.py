@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kasoku.core import InputError, described, refuse_outside
+from kasoku.core import InputError, described
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import is_image, upright
 from kasoku.data.loading.shuffle import order
@@ -92,7 +92,8 @@ class Items:
     """
 
     def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None, *, processes: int = 0):
-        refuse_outside(processes=(processes, 0))
+        if processes < 0:
+            raise InputError(f"processes={processes}: 0 for threads, or at least 1")
         for name in ("targets", "labels"):
             labels_N = getattr(dataset, name, None) if labels_N is None else labels_N
         if labels_N is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError, refuse_outside
+from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Memory, check_labels, find_files, in_memory
 
 _STEMS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -45,7 +45,8 @@ def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx", pad: 
 
     Errors: InputError for a missing, truncated or damaged file, unequal counts, and a label out of range.
     """
-    refuse_outside(pad=(pad, 0))
+    if pad < 0:
+        raise InputError(f"pad={pad}: pixels on each side, 0 or more")
     paths, splits = find_files(root, name, ("raw", name), _STEMS, ("", ".gz"), f"{', '.join(_STEMS)}, plain or .gz"), []
     for images_path, labels_path in (paths[:2], paths[2:]):
         images_NHW, labels_N = read_idx(images_path, 3), read_idx(labels_path, 1).astype(np.int64)

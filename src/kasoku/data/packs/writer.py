@@ -27,7 +27,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kasoku.core.errors import InputError, one_line, refuse_outside
+from kasoku.core.errors import InputError, one_line
 from kasoku.core.files import lock, write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Dataset, Encoded
@@ -52,7 +52,8 @@ class Form:
     quality: int  # of JPEG files, 1 to 100
 
     def __post_init__(self) -> None:
-        refuse_outside(side=(self.side, 0))
+        if self.side < 0:
+            raise InputError(f"side={self.side}: 0 (as they are) or more pixels")
         if self.format not in ("jpeg", "raw"):
             raise InputError(f"format={self.format}: jpeg or raw")
         if not 1 <= self.quality <= 100:
@@ -103,7 +104,9 @@ def pack(  # noqa: PLR0913
     Errors: InputError for more bad images, and for a target with other files or a pack with other settings.
     """
     form = Form(side, format, quality)
-    refuse_outside(shard_bytes=(shard_bytes, 1), workers=(workers, 0))
+    for name, value, least in (("shard_bytes", shard_bytes, 1), ("workers", workers, 0)):
+        if value < least:
+            raise InputError(f"{name}={value}: {least} or more")
     if is_remote(target):
         raise InputError(f"{target}: a pack is written to a folder of this machine; copy it from there")
     home = Path(os.path.expandvars(target)).expanduser()

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
-from kasoku.core.errors import InputError, one_line, refuse_outside, say
+from kasoku.core.errors import InputError, one_line, say
 from kasoku.core.files import open_regular, scan
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.cache import Pieces, cache_folder
@@ -66,7 +66,8 @@ class Store:
     """
 
     def __init__(self, root: str, cache: str = "", cache_bytes: int = 64 * 2**30) -> None:
-        refuse_outside(cache_bytes=(cache_bytes, 0))
+        if cache_bytes < 0:
+            raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
         where = os.path.expandvars(root)
         self.local = not is_remote(where)
         self._arguments = root, cache, cache_bytes
@@ -294,9 +295,9 @@ class _Far:
 
     def _request(self, limit_s: float, name: str, address: str, **options: Any) -> Any:
         """Calls a method of fsspec. Raises TimeoutError after limit_s; a hanging call delays nothing, not even exit."""
-        answer: Future[Any] = Future()
         if self._system.async_impl:
             options["timeout"] = limit_s + 1  # fsspec then closes the connection
+        answer: Future[Any] = Future()
 
         def settle() -> None:
             try:

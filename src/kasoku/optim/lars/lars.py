@@ -4,15 +4,16 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from kasoku.core import InputError, refuse_outside
+from kasoku.core import InputError
 from kasoku.core.hardware import laid_out_like
 from kasoku.optim.lars.foreach import Move, Rule, step_cpu, step_foreach
-from kasoku.optim.param_groups import refuse_momentum_sgd, split
+from kasoku.optim.param_groups import refuse_momentum_sgd, refuse_outside, split
 
 Form = Literal["mlperf", "pytorch", "mxnet"]
 
@@ -37,7 +38,7 @@ class Trust:
     decoupled: bool = False
 
     def __post_init__(self) -> None:
-        refuse_outside(eta=(self.eta, 0), eps=(self.eps, 0))
+        refuse_outside(eta=(self.eta, 0, inf), eps=(self.eps, 0, inf))
         if self.form not in get_args(Form):
             raise InputError(f'form="{self.form}": one of {", ".join(get_args(Form))}')
 
