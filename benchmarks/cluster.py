@@ -27,7 +27,7 @@ from torch import nn
 from common import spread
 from kasoku.core import InputError, Job
 from kasoku.core.hardware import computes_bf16
-from kasoku.device.allocator import tune_malloc
+from kasoku.device import tune_malloc
 from kasoku.distributed import Overlap, Policy, TorchComm
 from kasoku.distributed.ddp.cost_model import BucketPlan
 from kasoku.models import alexnet, cifar_resnet18, cifar_vgg16_bn

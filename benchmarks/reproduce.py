@@ -21,8 +21,7 @@ from typing import Any
 
 import claims
 from kasoku.commands.arguments import ReproduceArguments
-from kasoku.config.toml import nearest
-from kasoku.core import InputError, say
+from kasoku.core.errors import InputError, nearest, say
 from kasoku.core.files import read_json, write_text
 from kasoku.report import environment
 from kasoku.report.html import read_run

@@ -35,7 +35,7 @@ import torch
 from cluster import LIMIT_S, Side, Workload, agreed, connected, on_hosts, ours, shape, timed
 from common import finish, parse, seconds_per_call, spread
 from kasoku.core import Job
-from kasoku.device.allocator import tune_malloc
+from kasoku.device import tune_malloc
 from kasoku.distributed import Graded
 from kasoku.distributed.ddp.cost_model import forecast
 from kasoku.optim import sgd

@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2120,
-    "optim": 1130,
-    "models": 990,
-    "device": 595,
-    "data": 4755,
+    "core": 2105,
+    "optim": 1120,
+    "models": 970,
+    "device": 585,
+    "data": 4645,
     "distributed": 5505,
     "memory": 2070,
-    "config": 1510,
+    "config": 1500,
     "tune": 1605,
     "simulate": 1620,
-    "report": 2610,
+    "report": 2365,
     "training": 2405,
-    "commands": 2030,
+    "commands": 1845,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -7,8 +7,8 @@ import torch
 from kasoku.commands.arguments import STRATEGIES, TuneArguments
 from kasoku.config.ranks import check_same
 from kasoku.config.recipe import Recipe, read_document
-from kasoku.config.toml import nearest
 from kasoku.core import Comm, InputError
+from kasoku.core.errors import nearest
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start

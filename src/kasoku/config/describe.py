@@ -16,7 +16,7 @@ from kasoku import core, data, device, distributed, memory, models, optim
 from kasoku.config import toml
 from kasoku.config.recipe import Evaluate, Recipe, Save, Tune
 from kasoku.config.shipped import RECIPES
-from kasoku.core import InputError
+from kasoku.core.errors import InputError, nearest
 
 TABLES: dict[str, Callable[..., Any]] = {
     "recipe": Recipe,
@@ -78,7 +78,7 @@ def find(name: str) -> tuple[str, Callable[..., Any]]:
     if name in RECIPES:
         raise InputError(f'"{name}" is a recipe: kasoku train {name} --print shows it')
     short = sorted(full.rpartition(".")[2] for full in _names())
-    raise InputError(f'"{name}": no such name{toml.nearest(name, short) or ": kasoku list shows all"}')
+    raise InputError(f'"{name}": no such name{nearest(name, short) or ": kasoku list shows all"}')
 
 
 def name_of(thing: Callable[..., Any], otherwise: str = "") -> str:

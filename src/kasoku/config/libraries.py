@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kasoku import models
-from kasoku.config.toml import Factory, nearest, resolve
-from kasoku.core import InputError
+from kasoku.config.toml import Factory, resolve
+from kasoku.core.errors import InputError, nearest
 from kasoku.core.files import read_json
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, a number for each channel

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from kasoku.config import libraries
 from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.shipped import RECIPES, locate
-from kasoku.config.toml import Factory, nearest, override, parameters_of, parse, read, resolve, table
+from kasoku.config.toml import Factory, override, parameters_of, parse, read, resolve, table
 from kasoku.core import Constant, InputError, Schedule, Technique, summary
+from kasoku.core.errors import nearest
 from kasoku.core.schedule import epoch_of
 from kasoku.data import Dataset
 from kasoku.device import Device

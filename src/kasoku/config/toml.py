@@ -5,7 +5,6 @@ later with what only the run knows; in a field typed as a class (Technique, Sche
 """
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import json
@@ -20,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
 from kasoku.core.attribution import attributed
-from kasoku.core.errors import InputError, summary
+from kasoku.core.errors import InputError, nearest, summary
 
 T = TypeVar("T")
 _LEVELS = 30  # of a document
@@ -211,14 +210,6 @@ def _index(items: list[Any], key: str, path: str) -> int:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def nearest(name: str, names: Sequence[str]) -> str:
-    """The end of a refusal: the name that was probably meant, or all of them if they are few."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f": did you mean {close[0]}?"
-    return f": one of {', '.join(names)}" if len(names) <= 16 else ""
 
 
 def parameters_of(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -1,6 +1,8 @@
 """The one exception a user's mistake raises, and what others say in one line."""
 
+import difflib
 import sys
+from collections.abc import Iterable
 
 
 class InputError(ValueError):
@@ -26,3 +28,11 @@ def one_line(text: str) -> str:
 def say(line: str) -> None:
     """Prints a line to standard error, as the command `kasoku` does."""
     print(f"kasoku: {line}", file=sys.stderr)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a refusal: the name that was probably meant, or all of them if they are few."""
+    names = list(names)
+    if close := difflib.get_close_matches(name, names, n=1):
+        return f": did you mean {close[0]}?"
+    return f": one of {', '.join(names)}" if len(names) <= 16 else ""

@@ -1,9 +1,8 @@
 """Where images come from and how they reach the model: sources, augmentation, order, loaders."""
 
 from kasoku.data.augment.basic import Augment, Transform, normalise
-from kasoku.data.augment.batch_growth import GrowBatch
+from kasoku.data.augment.growth import GrowBatch, LowResolution
 from kasoku.data.augment.mixup import Mix
-from kasoku.data.augment.progressive_resize import LowResolution
 from kasoku.data.augment.randaugment import RandAugment
 from kasoku.data.datasets.base import PUBLISHED, Dataset, Encoded, Facts, Files, Items, Memory, Split, digits
 from kasoku.data.datasets.cifar import cifar10, cifar100

@@ -1,12 +1,11 @@
 """What makes one device fast: precision, layout, allocator, compilation, graphs, and the choice among them."""
 
-from kasoku.device.allocator import tune_malloc
 from kasoku.device.channels_last import ChannelsLast
 from kasoku.device.compile import Compile
 from kasoku.device.cuda_graphs import Graphs
 from kasoku.device.half_precision import Autocast, LossScale
 from kasoku.device.seeding import Seeded
-from kasoku.device.select import Chosen, Device, choose
+from kasoku.device.select import Chosen, Device, choose, tune_malloc
 
 __all__ = [
     "Autocast",

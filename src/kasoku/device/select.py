@@ -1,6 +1,9 @@
 """Which device a run uses, in which precision, with which techniques: the fast ones by default."""
 
+import ctypes
+import functools
 import os
+import platform
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -8,7 +11,6 @@ import torch
 
 from kasoku.core import Checked, InputError, Range, Technique
 from kasoku.core.hardware import computes_bf16, cores
-from kasoku.device.allocator import tune_malloc
 from kasoku.device.channels_last import ChannelsLast
 from kasoku.device.compile import Compile
 from kasoku.device.cuda_graphs import Graphs
@@ -16,6 +18,8 @@ from kasoku.device.half_precision import DTYPES, Autocast, LossScale
 
 Kind = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h
+_MALLOC = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 256 * 2**20))
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,14 @@ def choose(settings: Device, *, local_rank: int = 0, local_size: int = 1) -> Cho
     device = _device(settings.kind, local_rank)
     threads = settings.threads or max(1, cores() // local_size)
     torch.set_num_threads(threads)
-    _set_determinism(device, settings.deterministic)
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if settings.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports inductor: 2 s
+        torch.use_deterministic_algorithms(settings.deterministic)
+    torch.backends.cudnn.benchmark = not settings.deterministic
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
     precision, why = _precision(settings.precision, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     half = [] if precision == "fp32" else [Autocast(precision)]
@@ -132,12 +143,19 @@ def _precision(wanted: Precision, device: torch.device) -> tuple[Literal["fp32",
     return "fp32", "no fast half precision known here"
 
 
-def _set_determinism(device: torch.device, deterministic: bool) -> None:
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports inductor: 2 s
-        torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = not deterministic
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
+@functools.cache
+def tune_malloc() -> bool:
+    """Keeps freed memory in the process; call it before the first tensor. Returns whether it could (glibc on Linux).
+
+    Note: why. glibc maps every large block anew and gives it back when it is freed, so each step page-faults all its
+    activations again. Kept in the heap they are touched once.
+
+    Saves: time: no page faults for activations after the first step.
+    Costs: memory freed stays with the process.
+    Ref: mallopt(3).
+    """
+    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    taken = [bool(mallopt(setting, value)) for setting, value in _MALLOC]
+    return all(taken)

@@ -1,11 +1,9 @@
 """Image classifiers as plain modules: torchvision's names and state_dict keys where it has the model."""
 
-from kasoku.models.alexnet import alexnet
 from kasoku.models.check import check_fits
 from kasoku.models.cifarnet import cifarnet
-from kasoku.models.cnn4 import cnn4
-from kasoku.models.cnn11 import cnn11
 from kasoku.models.huggingface import huggingface
+from kasoku.models.plain_cnns import alexnet, cnn4, cnn11
 from kasoku.models.pretrained import Pretrained, fill, freeze, load, read
 from kasoku.models.resnet import cifar_resnet18, cifar_resnet50, resnet18, resnet34, resnet50, resnet101, resnet152
 from kasoku.models.vgg import (

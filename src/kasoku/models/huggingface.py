@@ -1,16 +1,14 @@
 """Image classifiers of Hugging Face's transformers."""
 
-import difflib
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from kasoku.core import InputError
+from kasoku.core.errors import InputError, nearest
 from kasoku.core.files import read_json
 
 _SHAPE = ("num_channels", "image_size")  # settings that only some networks have
@@ -37,14 +35,14 @@ def huggingface(model_name: str, *, pretrained: bool = False, **settings: Any) -
     document = read_json(folder / "config.json")
     kind = document.get("model_type", model_name)
     if kind not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
-        close = _close(kind, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES)
+        close = nearest(str(kind), MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES)
         raise InputError(f'model_name = "{kind}": transformers has no such image classifier, nor is it a folder{close}')
     if _FOREIGN_CODE.search(json.dumps({**document, **settings}, default=str)):
         raise InputError(f"{model_name}: its config names code of a hub, which is not run: remove it there")
     known = AutoConfig.for_model(kind)
     for name in settings:
         if not hasattr(known, name) and name not in _SHAPE:
-            raise InputError(f"{name}: {type(known).__name__} has no such setting{_close(name, known.to_dict())}")
+            raise InputError(f"{name}: {type(known).__name__} has no such setting{nearest(name, known.to_dict())}")
     given = {name: value for name, value in settings.items() if hasattr(known, name) and name != "num_labels"}
     if document:
         config = AutoConfig.from_pretrained(folder, **here, **given)
@@ -63,8 +61,3 @@ def huggingface(model_name: str, *, pretrained: bool = False, **settings: Any) -
         advice = "position embeddings are of one image size: give the data's `size` that of the weights"
         raise InputError(f"{folder}: not weights of this {type(model).__name__} ({', '.join(wrong[:3])}); {advice}")
     return model
-
-
-def _close(name: object, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), [*names], n=1)
-    return f": did you mean {close[0]}?" if close else ""

@@ -1,15 +1,16 @@
 """VGG (Simonyan and Zisserman 2014), with torchvision's names and keys."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from kasoku.models.check import check_counts, check_option, check_widths
+from kasoku.models.plain_cnns import PlainCNN
 
 WIDTHS = (64, 128, 256, 512, 512)
 # The number of 3x3 convolutions in each of the five stages; a max-pool ends each stage.
 DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 
-class VGG(nn.Module):
+class VGG(PlainCNN):
     """Five stages of 3x3 convolutions, then linear layers.
 
     Args:
@@ -47,8 +48,7 @@ class VGG(nn.Module):
                 channels = width
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
-        self.side = 7 if head == "imagenet" else 1
-        self.avgpool = nn.AdaptiveAvgPool2d(self.side)
+        self.avgpool = nn.AdaptiveAvgPool2d(7 if head == "imagenet" else 1)
         if head == "imagenet":
             first = (nn.Linear(channels * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
             second = (nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
@@ -62,14 +62,6 @@ class VGG(nn.Module):
                 nn.init.normal_(module.weight, 0.0, 0.01)
             if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-    def forward(self, images_NCHW: Tensor) -> Tensor:
-        x_NCHW = self.features(images_NCHW)
-        # At equal size the pool does nothing, and its backward on CUDA is not deterministic.
-        if x_NCHW.shape[-2:] != (self.side, self.side):
-            x_NCHW = self.avgpool(x_NCHW)
-        logits_NK: Tensor = self.classifier(x_NCHW.flatten(1))
-        return logits_NK
 
 
 def vgg11(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:

@@ -55,12 +55,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        lr: float = 0.24,
-        *,
-        momentum: float = 0.6,
-        steps: int = 3,
+        self, params: Iterable[dict[str, Any]], lr: float = 0.24, *, momentum: float = 0.6, steps: int = 3
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "steps": steps}
         super().__init__(params, {**defaults, "weight_decay": 0.0, "filters": True})
@@ -125,12 +120,7 @@ def _orthogonalize_all(matrices: list[Tensor], steps: int) -> list[Tensor]:
 
 
 def muon(
-    model: nn.Module,
-    lr: float = 0.24,
-    *,
-    momentum: float = 0.6,
-    steps: int = 3,
-    rest: SGDSettings = SGDSettings(),
+    model: nn.Module, lr: float = 0.24, *, momentum: float = 0.6, steps: int = 3, rest: SGDSettings = SGDSettings()
 ) -> Muon:
     """Muon for the filters; Nesterov SGD for biases, norm parameters and the head.
 

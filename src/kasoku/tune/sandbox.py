@@ -113,7 +113,7 @@ class Sandbox:
         loss = [*patched, job.loss][0]  # without patches of techniques
         loader.configure(batch=batch * loader.parts // parts)
         loader.seek(loader.epoch + 1, 0)  # other images: those of the size before lie in memory now
-        loader.executor.restart_autotuner()
+        loader.executor = loader.executor.fork()  # which tunes its number of threads anew
         alone = Job(self.model, self.optimizer, loader=loader, loss=loss, comm=Solo(job.clock), accumulate=parts)
         techniques = [t for t in job.applied if t.in_sandbox and not (t.groups_span_ranks and job.comm.size > 1)]
         try:

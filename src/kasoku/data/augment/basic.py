@@ -106,22 +106,17 @@ class Transform:
         """
         count, height, width, channels = images_NHWC.shape
         most, device = self.augment.translate, images_NHWC.device
-        mirror_NHWC = images_NHWC.flip(2)
-        turn = width - 1  # where the mirrored row begins, after the left border: it shares a pixel with the row
-        long = 2 * most + width + turn
-        rows_NHLC = images_NHWC.new_empty((count, height, long, channels))
-        rows_NHLC[:, :, :most] = mirror_NHWC[:, :, turn - most : turn]
-        rows_NHLC[:, :, most : most + width] = images_NHWC
-        rows_NHLC[:, :, most + width : most + width + turn] = mirror_NHWC[:, :, 1:]
-        rows_NHLC[:, :, most + width + turn :] = images_NHWC[:, :, 1 : most + 1]
+        mirror_NHWC = images_NHWC.flip(2)  # shares a pixel with the row at either end
+        left_NHLC, right_NHLC = mirror_NHWC[:, :, -1 - most : -1], images_NHWC[:, :, 1 : most + 1]
+        rows_NHLC = torch.cat((left_NHLC, images_NHWC, mirror_NHWC[:, :, 1:], right_NHLC), 2)
         u_2N = draws(self.seed, epoch, index_N, torch.arange(_SHIFT_Y, _SHIFT_X + 1, device=device)[:, None])
         shift_y_N, x_N = whole(u_2N, 2 * most + 1)
         y_NH = torch.arange(height, device=device) + (shift_y_N - most)[:, None]
         y_NH = (height - 1) - ((height - 1) - y_NH.abs()).abs()  # reflected at both borders
         if flip_N is not None:
-            x_N = x_N + flip_N * turn
+            x_N = x_N + flip_N * (width - 1)  # where the mirrored row begins, after the left border
         first_N = torch.arange(count, device=device) * height
-        start_NH = ((first_N[:, None] + y_NH) * long + x_N[:, None]) * channels
+        start_NH = ((first_N[:, None] + y_NH) * rows_NHLC.shape[2] + x_N[:, None]) * channels
         row = width * channels
         windows = rows_NHLC.view(-1).as_strided((max(rows_NHLC.numel() - row + 1, 0), row), (1, 1))
         return windows.index_select(0, start_NH.view(-1)).view(images_NHWC.shape)

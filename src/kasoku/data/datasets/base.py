@@ -253,10 +253,13 @@ def in_memory(name: str, classes: Sequence[str], train: Memory, test: Memory) ->
     return Dataset(name, tuple(classes), train, test, channels, (height, width), mean, std)
 
 
-def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
-    """The existing folders that may hold the files of data set `name`: the root and its subfolders `below`.
+def find_files(
+    root: str, name: str, below: Sequence[str], stems: Sequence[str], endings: Sequence[str], wanted: str
+) -> list[Path]:
+    """The files of data set `name`, a stem and one of the endings each, in the first folder that has any of them.
 
-    If `root` is empty, the roots are $KASOKU_DATA/<name> and $KASOKU_DATA.
+    The folders are the root and its subfolders `below`; if `root` is empty, $KASOKU_DATA/<name>, $KASOKU_DATA and
+    theirs. `wanted`: the names of the files in messages.
     """
     home = os.environ.get("KASOKU_DATA", "")
     if not root and not home:
@@ -267,7 +270,15 @@ def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
     if not folders:
         origin = "" if root else " (from $KASOKU_DATA)"
         raise InputError(f"{name}: no folder {tops[0]}{origin}; give root=<folder that holds the data>")
-    return folders
+    for folder in folders:
+        there = {s: path for s in stems for end in reversed(endings) if (path := folder / (s + end)).is_file()}
+        missing = [stem for stem in stems if stem not in there]
+        if not missing:
+            return [there[stem] for stem in stems]
+        if there:
+            raise InputError(f"{folder / (missing[0] + endings[0])}: missing; {name} needs {wanted}")
+    advice = f"looked for {wanted}; give root=<the folder of these files, or that of {' or '.join(below)}>"
+    raise InputError(f"{name}: no data in {', '.join(map(str, folders))}; {advice}")
 
 
 def held_out(

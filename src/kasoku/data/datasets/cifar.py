@@ -1,7 +1,6 @@
 """CIFAR-10 and CIFAR-100 in the official binary and python formats."""
 
 import io
-import itertools
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError, summary
-from kasoku.data.datasets.base import Dataset, Memory, check_labels, in_memory, places
+from kasoku.data.datasets.base import Dataset, Memory, check_labels, find_files, in_memory
 
 _PIXELS = 3 * 32 * 32
 
@@ -79,39 +78,25 @@ def cifar100(root: str = "") -> Dataset:
 
 
 def load(layout: Layout, root: str) -> Dataset:
-    """Data set read from the first folder that holds files of the layout."""
-    tried = places(root, layout.name, layout.folders)
+    """Data set read from the first folder that holds files of the layout; without names the classes are numbers."""
     stems = (*layout.train, layout.test)
-    for folder, ending in itertools.product(tried, (".bin", "")):
-        files = [stem + ending for stem in stems]
-        missing = [file for file in files if not (folder / file).is_file()]
-        if not missing:
-            return _read_folder(layout, folder, ending)
-        if len(missing) < len(files):
-            raise InputError(f"{folder / missing[0]}: missing; {layout.name} needs {', '.join(files)}")
-    names = f"{', '.join(stem + '.bin' for stem in stems)} (binary) or {', '.join(stems)} (python)"
-    advice = f"looked for {names}; give root=<folder that holds {' or '.join(layout.folders)}>"
-    raise InputError(f"{layout.name}: no data in {', '.join(map(str, tried))}; {advice}")
-
-
-def _read_folder(layout: Layout, folder: Path, ending: str) -> Dataset:
-    """The data set of a folder in the binary (.bin) or the python format; without names the classes are numbers."""
-    read, splits = _read_binary if ending else _read_python, []
-    for stems, count in ((layout.train, layout.train_images), ((layout.test,), layout.test_images)):
-        images_NHWC = torch.empty((len(stems) * count, 32, 32, 3), dtype=torch.uint8)
-        labels_N = np.empty(len(stems) * count, np.int64)
-        for number, stem in enumerate(stems):
-            part = slice(number * count, (number + 1) * count)
-            flat_NP, labels_N[part] = read(folder / (stem + ending), layout, count)
-            pixels_N3HW = torch.from_numpy(np.array(flat_NP)).view(count, 3, 32, 32)
-            images_NHWC[part] = pixels_N3HW.permute(0, 2, 3, 1)
-            check_labels(labels_N[part], layout.classes, folder / (stem + ending))
-        splits.append(Memory(images_NHWC, torch.from_numpy(labels_N)))
-    path, names = folder / (layout.names[0] if ending else layout.names[1]), list[str]()
-    if path.is_file() and ending:
-        names = path.read_text(encoding="utf-8", errors="replace").split()
-    elif path.is_file():
-        stored = unpickled(path).get(layout.names[2], [])
+    wanted = f"{', '.join(stem + '.bin' for stem in stems)} (binary) or {', '.join(stems)} (python)"
+    paths, splits = find_files(root, layout.name, layout.folders, stems, (".bin", ""), wanted), []
+    for part, count in ((paths[:-1], layout.train_images), (paths[-1:], layout.test_images)):
+        images, labels = [], []
+        for path in part:
+            read = _read_binary if path.suffix == ".bin" else _read_python
+            flat_NP, labels_N = read(path, layout, count)
+            check_labels(labels_N, layout.classes, path)
+            images.append(torch.from_numpy(np.array(flat_NP)).view(count, 3, 32, 32).permute(0, 2, 3, 1))
+            labels.append(torch.from_numpy(labels_N.astype(np.int64)))
+        splits.append(Memory(torch.cat(images).contiguous(), torch.cat(labels)))
+    binary, python = (paths[0].with_name(name) for name in layout.names[:2])
+    names: list[str] = []
+    if binary.is_file():
+        names = binary.read_text(encoding="utf-8", errors="replace").split()
+    elif python.is_file():
+        stored = unpickled(python).get(layout.names[2], [])
         names = [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored]
     if len(names) != layout.classes:
         names = [str(number) for number in range(layout.classes)]

@@ -208,12 +208,10 @@ def _unpack(archive: Path, folder: Path) -> None:
         names = sorted(path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file())
         sums = "".join(f"{digest(fresh / name)}  {name}\n" for name in names)
         (fresh / SUMS).write_text(sums, encoding="utf-8", errors="surrogateescape")
-        if not folder.exists():
+        if folder.exists():
+            shutil.copytree(fresh, folder, copy_function=os.replace, dirs_exist_ok=True)
+        else:
             os.rename(fresh, folder)
-            return
-        for name in (*names, SUMS):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(fresh / name, folder / name)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:  # also for a path that leads out
         raise InputError(f"{archive}: damaged or not the official one ({error}); remove it, or {_OTHER}") from error
     finally:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
-from kasoku.data.datasets.base import Dataset, Memory, check_labels, in_memory, places
+from kasoku.data.datasets.base import Dataset, Memory, check_labels, find_files, in_memory
 
 _STEMS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -47,18 +47,7 @@ def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx", pad: 
     """
     if pad < 0:
         raise InputError(f"pad={pad}: pixels on each side, 0 or more")
-    tried = places(root, name, ("raw", name))
-    folder = next((place for place in tried if any(_file(place, stem) for stem in _STEMS)), None)
-    if folder is None:
-        advice = f"looked for {', '.join(_STEMS)}, each plain or .gz; give root=<folder that holds them>"
-        raise InputError(f"{name}: no data in {', '.join(map(str, tried))}; {advice}")
-    paths = []
-    for stem in _STEMS:
-        path = _file(folder, stem)
-        if path is None:
-            raise InputError(f"{folder / stem}: missing (nor is there a {stem}.gz); {name} needs {', '.join(_STEMS)}")
-        paths.append(path)
-    splits = []
+    paths, splits = find_files(root, name, ("raw", name), _STEMS, ("", ".gz"), f"{', '.join(_STEMS)}, plain or .gz"), []
     for images_path, labels_path in (paths[:2], paths[2:]):
         images_NHW, labels_N = read_idx(images_path, 3), read_idx(labels_path, 1).astype(np.int64)
         if len(images_NHW) != len(labels_N):
@@ -72,7 +61,7 @@ def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx", pad: 
         splits.append(Memory(torch.from_numpy(padded_NHW)[..., None], torch.from_numpy(labels_N)))
     if splits[0].images_NHWC.shape[1:] != splits[1].images_NHWC.shape[1:]:
         train, test = (tuple(split.images_NHWC.shape[1:3]) for split in splits)
-        raise InputError(f"{folder}: training images are {train}, test images {test}; both must have one size")
+        raise InputError(f"{paths[0].parent}: training images are {train}, test images {test}; both must have one size")
     return in_memory(name, classes, *splits)
 
 
@@ -99,7 +88,3 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
         got, how = (f"only {len(body)}", "truncated") if len(body) < count else ("more", "damaged")
         raise InputError(f"{path}: {got} bytes after the head, expected {count} for {shape}; {how}, get it again")
     return np.frombuffer(bytearray(body), np.uint8).reshape(shape)
-
-
-def _file(folder: Path, stem: str) -> Path | None:
-    return next((path for path in (folder / stem, folder / f"{stem}.gz") if path.is_file()), None)

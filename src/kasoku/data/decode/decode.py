@@ -83,14 +83,10 @@ def crop(source: bytes | np.ndarray, box: Callable[[int, int], Box], out_HWC: np
             if spare > 1:
                 opened.draft(None, (int(opened.width / spare) + 1, int(opened.height / spare) + 1))
             opened.load()
-            image = _rgb(opened)
-            if turn in _TURNS:
-                image = image.transpose(_TURNS[turn])
-            if (width, height, left, top, right, bottom) != (columns, rows, 0, 0, columns, rows):
-                x, y = image.width / width, image.height / height
-                part = (left * x, top * y, min(right * x, image.width), min(bottom * y, image.height))
-                image = image.resize((columns, rows), Image.Resampling.BILINEAR, box=part)
-            out_HWC[:] = image
+            pixels_HWC = upright(opened)
+            x, y = pixels_HWC.shape[1] / width, pixels_HWC.shape[0] / height
+            part = (left * x, top * y, min(right * x, pixels_HWC.shape[1]), min(bottom * y, pixels_HWC.shape[0]))
+            out_HWC[:] = fitted(pixels_HWC, part, (rows, columns))
 
 
 def fitted(pixels_HWC: np.ndarray, box: Box, size: tuple[int, int]) -> np.ndarray:

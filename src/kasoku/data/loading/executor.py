@@ -75,11 +75,8 @@ class Executor:
         """Reads the images of the next batch before anyone iterates; changes no batch."""
 
     def fork(self) -> Executor:
-        """Another one that makes the same batches and leaves no trace in this one but decoded images."""
+        """Another one for the same batches, which tunes its threads anew and leaves only decoded images in this one."""
         return self
-
-    def restart_autotuner(self) -> None:
-        """Searches the number of threads anew."""
 
     def close(self) -> None:
         """Ends the threads that outlive an iteration."""

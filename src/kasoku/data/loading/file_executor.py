@@ -24,7 +24,6 @@ from kasoku.data.decode.decode import decode
 from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, ThreadPool, decode_chunk
-from kasoku.data.remote.store import GoneError
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
@@ -56,27 +55,21 @@ class FileExecutor(Executor):
         batch = pipeline.indices(epoch, islice(pipeline.part_numbers(first), pipeline.parts))
         read = self.cached if pipeline.keeps_decoded else self.split.read
 
-        def try_to_read(index: int) -> None:
-            try:
-                read(index)
-            except GoneError:
-                raise
-            except InputError:
-                pass  # counted and named with its batch
+        def touch(index: int) -> None:  # keeps no image
+            read(index)
 
         with closing(ThreadPool(max(1, min(cores(), 32) // pipeline.cores_shared_by))) as pool:
-            tasks = [pool.submit(try_to_read, index) for index in torch.cat(list(batch)).tolist()]
+            tasks = [pool.submit(touch, index) for index in torch.cat(list(batch)).tolist()]
             for task in tasks:
-                task.result()
+                error = task.exception()
+                if error and getattr(error, "gone", True):  # a bad image is counted and named with its batch
+                    raise error
 
     def fork(self) -> FileExecutor:
-        """Shares the decoded images; skips for itself."""
+        """Shares the decoded images; skips and tunes for itself."""
         twin = FileExecutor(self.split, copy.deepcopy(self.skipped), side=self.side)
         twin.cache = self.cache
         return twin
-
-    def restart_autotuner(self) -> None:
-        self._autotuner = None
 
     def cached(self, index: int) -> np.ndarray:
         """One decoded image, kept; what was pixels already is not kept a second time."""
@@ -226,13 +219,11 @@ class _Iteration:
             for row, index in enumerate(batch.index_N.tolist()):
                 if index in failed and (reason := self._crop(index, batch.images_NHWC[row])):
                     bad[row] = reason
-        shown_N, train = batch.index_N, self.pipeline.train
-        if bad:
-            shown_N = shown_N.clone()
-            for row, reason in bad.items():
-                self.skipped.add(int(shown_N[row]), reason)
-                if train:
-                    shown_N[row] = self._replacement(int(shown_N[row]), batch.images_NHWC[row])
+        shown_N, train = batch.index_N.clone(), self.pipeline.train
+        for row, reason in bad.items():
+            self.skipped.add(int(shown_N[row]), reason)
+            if train:
+                shown_N[row] = self._replacement(int(shown_N[row]), batch.images_NHWC[row])
         y_N = self.split.labels_N[shown_N]
         if bad and not train:
             good_N = torch.ones(len(y_N), dtype=torch.bool)

@@ -17,7 +17,6 @@ from kasoku.data.decode.decode import read_image
 from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Skipped
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
-from kasoku.data.remote.store import GoneError
 
 _EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
 
@@ -261,10 +260,9 @@ def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torc
             try:
                 images.append(read_image(part.read(at), dataset.image_size, name=part.name(at)))
                 break
-            except GoneError:
-                raise
-            except InputError:
-                pass  # counted and named by the loader
+            except InputError as error:  # counted and named by the loader
+                if error.gone:
+                    raise
         else:
             raise InputError(f"{dataset.name}: no image in it can be decoded; give another data set")
     return normalise(torch.stack(images).to(device), dataset.mean, dataset.std)

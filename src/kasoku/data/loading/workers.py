@@ -19,7 +19,6 @@ from kasoku.core.errors import InputError
 from kasoku.data.decode.decode import crop
 from kasoku.data.decode.nvjpeg import Jpegs
 from kasoku.data.loading.pipeline import Crop
-from kasoku.data.remote.store import GoneError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,9 +113,9 @@ def decode_chunk(
             source = read(image)
             if jpegs is None or not jpegs.take(image, source, box):
                 crop(source, box, out_NHWC[row], name=name(image))
-        except GoneError:
-            raise
         except InputError as error:
+            if error.gone:
+                raise
             bad[row] = str(error)
     return bad
 
@@ -130,22 +129,18 @@ class Autotuner:
 
     def __init__(self, size: int, most: int, *, shared: bool) -> None:
         self.size, self.most, self.shared = size, most, shared
-        self._took_s: list[float] = []
-        self._waited_s: list[float] = []
+        self._times_s: list[tuple[float, float]] = []  # of each batch: from request to request, waited
         self._before: tuple[int, float] | None = None  # the size before the trial, and its seconds a batch
         self._period = _PERIOD
         self._fewer = False  # what is tried next where both may help
 
     def batch(self, took_s: float, waited_s: float) -> int:
         """After a batch, its seconds from request to request and those waited: returns the number of threads to use."""
-        self._took_s.append(took_s)
-        self._waited_s.append(waited_s)
-        if len(self._took_s) < (_PERIOD if self._before else self._period):
+        self._times_s.append((took_s, waited_s))
+        if len(self._times_s) < (_PERIOD if self._before else self._period):
             return self.size
-        now_s = statistics.median(self._took_s)
-        waiting = statistics.median(self._waited_s) > _WAITING * now_s
-        self._took_s.clear()
-        self._waited_s.clear()
+        now_s, waiting_s = map(statistics.median, zip(*self._times_s, strict=True))
+        self._times_s.clear()
         if self._before:
             size, before_s = self._before
             self._before = None
@@ -156,11 +151,10 @@ class Autotuner:
                 self._fewer = not self._fewer
                 self._period = min(4 * self._period, _RARE)
             return self.size
-        self._before = (self.size, now_s)
-        step = max(1, self.size // 4)
+        size, waiting = self.size, waiting_s > _WAITING * now_s
+        step = max(1, size // 4)
         fewer = self.shared and (self._fewer or not waiting)
-        wanted = self.size - step if fewer else self.size + step if waiting else self.size
+        wanted = size - step if fewer else size + step if waiting else size
         self.size = max(1, min(wanted, self.most))
-        if self.size == self._before[0]:
-            self._before = None
+        self._before = (size, now_s) if self.size != size else None
         return self.size

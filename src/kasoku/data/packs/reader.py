@@ -64,37 +64,33 @@ class Shards:
         """
         shard, offset, size, crc32, raw = self.place_N5[index].tolist()
         file, name = self.files[shard], self.names[index]
-        if raw and self.store.local:
-            data_B = self.mapped(file)[offset : offset + size]
-            if not self._compared_N[index]:
-                if crc32 >= 0 and zlib.crc32(data_B.data) != crc32:
-                    raise self._changed(index)
-                self._compared_N[index] = True
-            return planes(data_B, name)
 
-        def matches(data: bytes) -> bool:
+        def matches(data: bytes | memoryview) -> bool:
             return len(data) == size and bool(crc32 < 0 or zlib.crc32(data) == crc32)
 
-        # without a checksum it is at least an image
-        acceptable = matches if raw or crc32 >= 0 else lambda data: matches(data) and is_image(data)
-        try:
-            data = self.store.read(file, offset, offset + size, acceptable)
-        except GoneError:
-            raise
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from error
-        if not matches(data):
-            raise self._changed(index)
-        return planes(np.frombuffer(data, np.uint8), name) if raw else data
+        if raw and self.store.local:
+            data: bytes | memoryview = self.mapped(file).data[offset : offset + size]
+            good = self._compared_N[index] = self._compared_N[index] or matches(data)
+        else:
 
-    def _changed(self, index: int) -> InputError:
-        """The error of an image whose checksum is another one."""
-        fault, advice = "are cut off or have changed", "bring that file back"
-        if not self.store.local:
-            cache = f"the cache {self.store.pieces.folder} keeps none of them"
-            fault, advice = f"are not those that were packed, after {TRIES} tries; {cache}", "upload that file again"
-        where = f"{self.names[index]}: its bytes in {self.files[self.place_N5[index, 0]]}"
-        return InputError(f"{where} {fault}: {advice} (`kasoku pack --verify` finds all such images)")
+            def intact(data: bytes) -> bool:  # without a checksum it is at least an image
+                return matches(data) and bool(raw or crc32 >= 0 or is_image(data))
+
+            try:
+                data = self.store.read(file, offset, offset + size, intact)
+            except GoneError:
+                raise
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from error
+            good = matches(data)
+        if not good:
+            fault, advice = "are cut off or have changed", "bring that file back"
+            if not self.store.local:
+                tried = f"after {TRIES} tries; the cache {self.store.pieces.folder} keeps none of them"
+                fault, advice = f"are not those that were packed, {tried}", "upload that file again"
+            where = f"{name}: its bytes in {file}"
+            raise InputError(f"{where} {fault}: {advice} (`kasoku pack --verify` finds all such images)")
+        return planes(np.frombuffer(data, np.uint8), name) if raw else bytes(data)
 
     @functools.cached_property
     def _compared_N(self) -> np.ndarray:  # noqa: N802

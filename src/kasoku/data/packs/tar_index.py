@@ -56,9 +56,7 @@ class Index:
         columns = zip(_COLUMNS.items(), self.rows_N4.T, strict=True)
         numbers = {name: column_N.astype(dtype) for (name, dtype), column_N in columns}
         texts = {"names": self.names, "sha256": (self.sha256,), "left_out": self.left_out}
-        letters: dict[str, Any] = {
-            name: np.frombuffer("\n".join(lines).encode(), np.uint8) for name, lines in texts.items()
-        }
+        letters: dict[str, Any] = {k: np.frombuffer("\n".join(v).encode(), np.uint8) for k, v in texts.items()}
         np.savez(out, version=np.int64(VERSION), bytes=np.int64(self.shard_bytes), **numbers, **letters)
         return out.getvalue()
 

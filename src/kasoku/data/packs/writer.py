@@ -8,14 +8,15 @@ so a shard with an index is not written again. The bytes depend neither on the n
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import textwrap
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -188,15 +189,13 @@ class _Run:
             except InputError as error:
                 return one_line(str(error).partition(";")[0])
 
-        waiting: deque[tuple[int, Future[bytes | str]]] = deque()
+        tasks = ((row, self.pool.submit(encode, row)) for row in rows)
+        waiting = deque(itertools.islice(tasks, self.window))
         try:
-            for row in rows:
-                waiting.append((row, self.pool.submit(encode, row)))
-                if len(waiting) == self.window:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            for first, future in waiting:
-                yield first, future.result()
+            while waiting:
+                row, future = waiting.popleft()
+                yield row, future.result()
+                waiting.extend(itertools.islice(tasks, 1))
         finally:
             for _, future in waiting:
                 future.cancel()
@@ -212,14 +211,12 @@ class _Run:
     def shard(self, split: Encoded, file: str, first: int, rows: list[int]) -> Index:
         """Writes a shard and its index if they are not complete. first: number of its first image, for the keys."""
         path, table = self.home / file, self.home / file.replace(".tar", ".npz")
-        try:
+        with suppress(OSError, Damaged):
             index = Index.load(table.read_bytes())
             if path.stat().st_size == index.shard_bytes:
                 self.advance(len(rows))
                 self.leave_out(index.left_out)
                 return index
-        except (OSError, Damaged):
-            pass
         suffix = "jpg" if self.form.format == "jpeg" else "npy"
         rows_4, names, bad, digest = [], [], [], hashlib.sha256()
 

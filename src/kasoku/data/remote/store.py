@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hashlib
 import importlib
@@ -296,27 +295,21 @@ class _Far:
 
     def _request(self, limit_s: float, name: str, address: str, **options: Any) -> Any:
         """Calls a method of fsspec. Raises TimeoutError after limit_s; a hanging call delays nothing, not even exit."""
+        if self._system.async_impl:
+            options["timeout"] = limit_s + 1  # fsspec then closes the connection
         answer: Future[Any] = Future()
 
         def settle() -> None:
-            answer.set_running_or_notify_cancel()
             try:
                 answer.set_result(getattr(self._system, name)(address, **options))
             except BaseException as error:
                 answer.set_exception(error)
 
-        if self._system.async_impl:
-            call = getattr(self._system, f"_{name}")(address, **options)
-            answer = asyncio.run_coroutine_threadsafe(call, self._system.loop)
-        else:
-            threading.Thread(target=settle, name="kasoku-store", daemon=True).start()
+        threading.Thread(target=settle, name="kasoku-store", daemon=True).start()
         until_s = limit_s + (began_s := time.monotonic())
-        try:
-            while self._gave_up_s < began_s and not answer.done() and (left_s := until_s - time.monotonic()) > 0:
-                wait((answer,), min(left_s, 1.0))
-            return answer.result(0)
-        finally:
-            answer.cancel()  # if it hangs, closes its connection
+        while self._gave_up_s < began_s and not answer.done() and (left_s := until_s - time.monotonic()) > 0:
+            wait((answer,), min(left_s, 1.0))
+        return answer.result(0)
 
 
 def _refuse(error: OSError) -> NoReturn:
