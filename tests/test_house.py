@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2065,
+    "core": 2045,
     "optim": 1155,
     "models": 990,
     "device": 610,
