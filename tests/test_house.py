@@ -33,9 +33,9 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "config": 1510,
     "tune": 1620,
     "simulate": 1640,
-    "report": 2610,
+    "report": 2365,
     "training": 2405,
-    "commands": 2030,
+    "commands": 1845,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
