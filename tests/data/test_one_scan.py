@@ -192,6 +192,7 @@ def site():
 @web
 @pytest.mark.parametrize("tells", [True, False], ids=["a list that tells sizes", "a list of names"])
 def test_the_second_rank_asks_a_far_source_for_nothing_that_rank_0_knows(site, scans, tmp_path, monkeypatch, tells):
+    from fsspec.asyn import sync_wrapper
     from fsspec.implementations.http import HTTPFileSystem
 
     real = HTTPFileSystem._ls
@@ -203,7 +204,7 @@ def test_the_second_rank_asks_a_far_source_for_nothing_that_rank_0_knows(site, s
         return [entry | facts for entry, facts in zip(entries, known, strict=True)]
 
     if tells:
-        monkeypatch.setattr(HTTPFileSystem, "_ls", listed)
+        monkeypatch.setattr(HTTPFileSystem, "ls", sync_wrapper(listed))
     made = [lambda rank=rank: folder(f"{site.root}/photos", cache=str(tmp_path / f"{rank}")) for rank in range(2)]
     first = scans[0].build(made[0])
     for scan in scans:
