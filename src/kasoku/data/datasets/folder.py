@@ -1,32 +1,19 @@
-"""Image folders with one folder for each class, local or remote; one rank lists them for all."""
+"""Image folders with one folder for each class, local or remote."""
 
 import itertools
-import json
 import os
-import zlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from kasoku.core import Comm, InputError
+from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files, held_out
+from kasoku.data.datasets.folder_index import Parts, arranged, once
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
-from kasoku.data.remote.store import AT_ONCE, Names, Store, below
+from kasoku.data.remote.store import Store, below
 
-T = TypeVar("T")
-Tree = dict[str, list[str]]  # class -> names of its image files, both sorted
-Parts = dict[str, Tree]  # by folder: "" is the root itself; or train, and val, validation or test where there is one
-Listing = tuple[Parts, dict[str, Any]]  # and what their store knows of remote files
-Look = Callable[[str], Names]  # what is in a folder, which is its path below the root, "" for the root
-
-_VALIDATION = ("val", "validation", "test")
-_KINDS = " ".join(SUFFIXES)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _LOOKED_FOR = 8  # files of each part that a rank checks on its host, since rank 0 listed them
@@ -137,119 +124,3 @@ def _check_here(top: str, parts: Parts) -> None:
             path = f"{below(top, part)}/{name}/{tree[name][-1]}"  # the last: an interrupted copy lacks it
             if not os.path.lexists(path):
                 raise InputError(f"{path}: not on this host, though rank 0 has it; give all ranks the same data")
-
-
-def arranged(look: Look, root: str) -> Parts:
-    """The training and the validation part, or the only part, of a tree that `look` reads.
-
-    `root` is its name in messages. Errors: InputError for no class folder, and for a class folder with no image.
-    """
-    subfolders = look("")[0]
-    if "train" not in subfolders:
-        return {"": _classes(look, root, "", subfolders)}
-    parts = {"train": _classes(look, root, "train", look("train")[0])}
-    for away in _VALIDATION:
-        if away in subfolders and (names := look(away)[0]):
-            parts[away] = _classes(look, root, away, names)
-            break
-    return parts
-
-
-def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
-    home = below(root, part)
-    if not names:
-        packed = ', or, for this pack, data.use = "kasoku.data.shards"' if (Path(home) / "pack.json").is_file() else ""
-        raise InputError(f"{home}: no class folders in it; expected {home}/<class>/<image>, one for each class{packed}")
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kasoku-list") as pool:
-        listed = [files for _, files in pool.map(lambda name: look(below(part, name)), names)]
-    images = ([file for file in files if file.lower().endswith(SUFFIXES)] for files in listed)
-    tree = dict(zip(names, images, strict=True))
-    for name, files in tree.items():
-        if not files:
-            raise InputError(f"{home}/{name}: a class folder with no image ({_KINDS}); add some or remove it")
-    return tree
-
-
-class OneScan:
-    """Rank 0 lists image folders and sends the lists to the other ranks.
-
-    Note: one message. Rank 0 builds its data set and records each list. When it has finished or failed, it broadcasts
-    all lists at once. Meanwhile the other ranks build theirs, and wait only when they need a list. So there is one
-    collective, whatever the number of folders and whichever rank fails. A data set without folders waits for nothing.
-    A list is found by the root in the recipe, which may be another path on each host ($VARIABLES). If rank 0 has not
-    listed a folder, a rank lists it itself.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._listings: dict[str, Listing] = {}  # of rank 0, while it builds
-        self._message: Future[bytes] = Future()  # rank 0's lists, and why its data set failed; compressed
-
-    def build(self, make: Callable[[], T]) -> T:
-        """Runs make(), which builds the data set. All ranks call `broadcast` in parallel; those above 0 also before."""
-        if self._comm.size == 1:
-            return make()
-        failed, before = "", _ONE_SCAN.set(self)
-        try:
-            return make()
-        except Exception as error:
-            failed = str(error) or type(error).__name__
-            raise
-        finally:
-            _ONE_SCAN.reset(before)
-            if self._comm.rank == 0:
-                text = json.dumps({"listings": self._listings, "failed": failed})
-                self._message.set_result(zlib.compress(text.encode(), 1))  # shrinks file names to a sixth
-                self._listings = {}
-
-    def broadcast(self) -> None:
-        """Sends rank 0's lists to the other ranks once its data set is built; a collective."""
-        if self._comm.rank == 0:
-            self._comm.broadcast_object(self._message.result())
-        else:
-            self._message.set_result(self.before_broadcast(lambda: self._comm.broadcast_object(b"")))
-
-    def before_broadcast(self, f: Callable[[], T]) -> T:
-        """Runs f(), without which no broadcast can follow: if it fails, threads that wait for the lists fail too."""
-        try:
-            return f()
-        except BaseException as error:
-            if self._comm.rank > 0:
-                self._message.set_exception(error)
-            raise
-
-    def listing(self, root: str, scan: Callable[[], Listing]) -> Listing:
-        """Rank 0's list of a root. Raises InputError if its data set failed before."""
-        if self._comm.rank == 0:
-            self._listings[root] = scan()
-            return self._listings[root]
-        message = json.loads(zlib.decompress(self._message.result()))
-        if root in message["listings"]:
-            listing: Listing = message["listings"][root]
-            return listing
-        if message["failed"]:
-            raise InputError(message["failed"])
-        return scan()
-
-
-_ONE_SCAN: ContextVar[OneScan | None] = ContextVar("kasoku_one_scan", default=None)
-
-
-def once(root: str, scan: Callable[[], Listing]) -> Listing:
-    """Returns scan(); inside a `OneScan`, rank 0's list of this root instead."""
-    one_scan = _ONE_SCAN.get()
-    return one_scan.listing(root, scan) if one_scan else scan()
-
-
-def scanned_once(comm: Comm, make: Callable[[], T]) -> T:
-    """Runs make() on every rank while only rank 0 lists image folders; a collective, without extra threads."""
-    if comm.size == 1:
-        return make()
-    scan = OneScan(comm)
-    if comm.rank > 0:
-        scan.broadcast()
-    try:
-        return scan.build(make)
-    finally:
-        if comm.rank == 0:
-            scan.broadcast()
