@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1120,
     "models": 970,
     "device": 585,
-    "data": 4645,
+    "data": 4655,
     "distributed": 5505,
     "memory": 2070,
     "config": 1500,
