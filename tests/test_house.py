@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1155,
     "models": 990,
     "device": 610,
-    "data": 4755,
+    "data": 5085,
     "distributed": 5575,
     "memory": 2070,
     "config": 1510,
