@@ -79,8 +79,8 @@ def test_a_missing_file_is_skipped_and_named(photos):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("l.csv", "", r"l\.csv: not a list of path, label \(no row to train on\)"),
-        ("l.csv", "path,label\n", r"no row to train on"),
+        ("l.csv", "", r"no class has two images"),
+        ("l.csv", "path,label\n", r"no class has two images"),
         ("l.csv", "file,label\na.jpg,x\n", r"not a list of path, label \('path'\)"),
         ("l.csv", "path,label\na.jpg\n", r"a row without a path or a label"),
         ("l.csv", 'path,label\n"a.jpg,x\n', r"not a list of path, label \(unexpected end of data"),
@@ -88,7 +88,7 @@ def test_a_missing_file_is_skipped_and_named(photos):
         ("l.jsonl", '["a.jpg", 0]\n', r"not a list of path, label \("),
         ("l.jsonl", '{"path": "a.jpg", "label": null}\n', r"a row without a path or a label"),
         ("l.jsonl", "{", r"not a list of path, label \(Expecting"),
-        ("l.csv", "path,label,split\na.jpg,x,val\n", r"no row to train on"),
+        ("l.csv", "path,label,split\na.jpg,x,val\n", r"val/x: a class that .*train does not have"),
         ("l.csv", "path,label,split\na.jpg,x,train\nb.jpg,y,val\n", r"val/y: a class that .*train does not have"),
         ("l.csv", "path,label\na.jpg,x\nb.jpg,y\n", r"no class has two images"),
     ],

@@ -133,7 +133,7 @@ def many(photos: Path, each: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     def folder(root: str) -> Dataset:
         return Dataset("photos", ("a",), split, split, 3, (64, 64), (0.5,) * 3, (0.2,) * 3)
 
-    monkeypatch.setattr("kasoku.config.from_folder.source_of", lambda root: folder)
+    monkeypatch.setattr("kasoku.config.from_folder.folder", folder)
     return photos
 
 

@@ -15,8 +15,8 @@ from kasoku import models
 from kasoku.config.recipe import AUTO, Recipe, from_document
 from kasoku.config.toml import override
 from kasoku.core import InputError
-from kasoku.data import Encoded
-from kasoku.data.datasets.tables import source_of
+from kasoku.data import Encoded, folder
+from kasoku.data.datasets.tables import Source, source_of
 
 _FROM_SCRATCH_UPDATES = 4_000  # about where small networks on small sets stop gaining; epochs follow from it
 _FINE_TUNE_UPDATES = 400
@@ -29,8 +29,12 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
 
     Raises InputError for a folder without classes or images, and for weights of no network of ours.
     """
-    source = source_of(str(data))
-    train = cast(Encoded, source(str(data)).train)
+    try:
+        source, dataset = cast(Source, folder), folder(str(data))  # of several ranks one lists it
+    except InputError:
+        source = source_of(str(data))
+        dataset = source(str(data))
+    train = cast(Encoded, dataset.train)
     n = len(train)
     side = _usual_side(train)
     batch = min(n, max(8, min(64, n // 8)))

@@ -61,7 +61,7 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
 
 def read_list(store: Store, file: str) -> Parts:
     """The same of a list in a store: CSV with a line of names, or JSON Lines, of path, label and, or not, split."""
-    data, parts = store.read(file), dict[str, Tree]()
+    data, parts = store.read(file), {"train": Tree()}
     try:
         text = data.decode("utf-8-sig")
         table = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True)
@@ -70,8 +70,6 @@ def read_list(store: Store, file: str) -> Parts:
                 raise ValueError(f"a row without a path or a label: {row}")
             tree = parts.setdefault(part_of(str(row.get("split") or "")) or "train", {})
             tree.setdefault(str(row["label"]), []).append(str(row["path"]))
-        if "train" not in parts:
-            raise ValueError("no row to train on")
     except (csv.Error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{store.shown}/{file}: not a list of path, label ({summary(error)}); mend it") from error
     return {part: parts[part] for part in ("train", "val" if "val" in parts else "test") if part in parts}

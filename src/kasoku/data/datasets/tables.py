@@ -30,6 +30,7 @@ from kasoku.data.loading.shuffle import draws, order
 from kasoku.data.packs.reader import shards
 from kasoku.data.remote.store import AT_ONCE, HERE, Store
 
+Source = Callable[..., Dataset]
 PARQUET = ".parquet"
 _PLACE = 2**20  # the stream of draws for an image's place in the window
 
@@ -118,9 +119,8 @@ def parquet(  # noqa: PLR0913
     if len({str(file.classes) for file in files}) > 1:
         raise InputError(f"{store.shown}: the class names of its files differ; give files of one data set")
     labels_N, classes = _classes([label for file in files for label in file.labels], files[0].classes, store.shown)
-    groups = [(file, number) for file in files for number in range(file.facts.num_row_groups)]
-    rows = [file.facts.row_group(number) for file, number in groups]
-    window = max(1, window_bytes * len(groups) // max(1, sum(group.total_byte_size for group in rows)))
+    groups = [(file, i, file.facts.row_group(i)) for file in files for i in range(file.facts.num_row_groups)]
+    window = max(1, window_bytes * len(groups) // max(1, sum(facts.total_byte_size for *_, facts in groups)))
     locks = [threading.Lock() for _ in groups]  # so that no two threads read one group
     kept = functools.lru_cache(window + max(2, window // 4))(lambda group: groups[group][0].images(groups[group][1]))
 
@@ -128,11 +128,10 @@ def parquet(  # noqa: PLR0913
         with locks[group]:
             return kept(group)[row].as_py()
 
-    names_G = [f"{file.path} group {number}" for file, number in groups]
-    starts_G = np.cumsum([0, *(group.num_rows for group in rows)]).tolist()[:-1]
+    names_G = [f"{file.path} group {number}" for file, number, _ in groups]
+    starts_G = np.cumsum([0, *(facts.num_rows for *_, facts in groups)]).tolist()[:-1]
     whole = Rows(cell, names_G, starts_G, np.arange(len(labels_N)), labels_N, window)
-    away_N = np.repeat(away, [len(file.labels) for file in files])
-    train, test = divided(whole, away_N, validation, seed, store.shown)
+    train, test = divided(whole, np.repeat(away, [len(file.labels) for file in files]), validation, seed, store.shown)
     name = store.shown.rpartition("/")[2]
     return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
 
@@ -151,8 +150,7 @@ class _ParquetFile:
             self.labels = opened.read(columns=[label], use_threads=False).column(0).to_pylist()
         except (OSError, importlib.import_module("pyarrow").ArrowException) as error:
             raise InputError(f"{where}: no Parquet file ({summary(error)}); mend or remove it") from error
-        self.classes = features.get(label, {}).get("names")
-        kind, self._column = schema.field(image).type, image
+        self.classes, kind, self._column = features.get(label, {}).get("names"), schema.field(image).type, image
         with suppress(AttributeError, KeyError, TypeError):  # no struct
             kind, self._column = kind.field("bytes").type, f"{image}.bytes"
         if str(kind) not in ("binary", "large_binary"):
@@ -197,8 +195,7 @@ def _located(root: str, *cache: Any) -> tuple[Store, list[str], list[bool]]:
         pattern = root[len(top) :].lstrip("/")
     store = Store(top or ("/" if root.startswith("/") else "."), *cache)
     names = store.list_files() if "*" in pattern else [pattern]
-    files = [name for name in names if fnmatchcase(name, pattern) and name.endswith(PARQUET)]
-    if not files:
+    if not (files := [name for name in names if fnmatchcase(name, pattern) and name.endswith(PARQUET)]):
         raise InputError(f"root={root}: no {PARQUET} file there; give a file, a folder, or a pattern with *")
     return store, *used_parts(files)
 
@@ -276,17 +273,15 @@ def _classes(labels: Sequence[Any], names: Sequence[str] | None, where: str) -> 
         number_of = {name: number for number, name in enumerate(names)}
         labels = [number_of.get(label, -1) for label in labels]
     elif kinds != ["int"]:
-        got = f"labels of type {', '.join(kinds)}" if kinds else "no rows"
-        raise InputError(f"{where}: {got}: images with a whole number or a text each are wanted")
-    labels_N = np.array(labels)
-    classes = tuple(names or map(str, range(int(labels_N.max()) + 1)))
-    check_labels(labels_N, len(classes), where)
-    return torch.from_numpy(labels_N), classes
+        raise InputError(f"{where}: {', '.join(kinds) or 'no'} labels: a whole number or text an image is wanted")
+    classes = tuple(names or map(str, range(max(labels) + 1)))
+    check_labels(np.array(labels), len(classes), where)
+    return torch.tensor(labels), classes
 
 
-def source_of(root: str) -> Callable[..., Dataset]:
+def source_of(root: str) -> Source:
     """The source of kasoku.data that reads what is at a root, by the kinds of the files there."""
     files = [root] if root.endswith((PARQUET, *LISTS)) else [file.lower() for file in Store(root, "", 0).list_files()]
     files = [file for file in files if "/" in file or not file.endswith(SUFFIXES)]  # images lie in folders of classes
-    sources = {SUFFIXES: folder, (".arrow",): hugging_face, (PARQUET,): parquet, (".tar",): shards}
+    sources: dict[Any, Source] = {SUFFIXES: folder, ".arrow": hugging_face, PARQUET: parquet, ".tar": shards}
     return next((source for kinds, source in sources.items() if any(file.endswith(kinds) for file in files)), folder)
