@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from kasoku.core import InputError, Threads
 from kasoku.data import GoneError, folder, hugging_face, loader, parquet, shards
 from kasoku.data.packs.writer import pack, verify
 from kasoku.data.remote import store as store_module
+from kasoku.testing import SourceContracts, SourceRow
 
 pytestmark = pytest.mark.extras
 NO_DATASETS = pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets: pip install 'kasoku[datasets]'")
@@ -425,6 +427,20 @@ def test_a_missing_library_is_named_with_its_line(hub, monkeypatch, module, sour
     with pytest.raises(InputError, match=rf"pip install 'kasoku\[{extra}\]'$") as caught:
         source(str(hub))
     assert module in str(caught.value)
+
+
+# ---- the contracts of sources
+
+
+class TestSources(SourceContracts):
+    rows = (
+        SourceRow("parquet", partial(parquet, "hub", 16), pickles=False),
+        SourceRow("window", partial(parquet, "hub", 16, window_bytes=1), pickles=False),
+    )
+
+    @pytest.fixture(autouse=True)
+    def _beside_the_files(self, hub, monkeypatch):
+        monkeypatch.chdir(hub.parent)
 
 
 # ---- packs and others' tars
