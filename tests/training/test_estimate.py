@@ -5,13 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.photos import coloured_photos
 from kasoku.cli import main
 from kasoku.config.from_folder import recipe_for
 from kasoku.config.recipe import from_document, load
 from kasoku.core import Technique
-from kasoku.data import LowResolution
+from kasoku.data import Dataset, Files, LowResolution
 from kasoku.training import estimate
 from kasoku.training.trainer import build
 from kasoku.tune import BatchSizeResult
@@ -127,8 +128,12 @@ def test_the_estimate_is_near_the_time_of_the_training(photos, capsys):
 def many(photos: Path, each: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that seems to have this number of photos of 3 classes."""
     names = tuple(sorted(map(str, photos.rglob("*.jpg"))))[:3]
-    split = type("Split", (), {"paths": names * each})
-    monkeypatch.setattr("kasoku.config.from_folder.folder", lambda root: type("Data", (), {"train": split}))
+    split = Files(names * each, torch.zeros(3 * each, dtype=torch.int64))
+
+    def folder(root: str) -> Dataset:
+        return Dataset("photos", ("a",), split, split, 3, (64, 64), (0.5,) * 3, (0.2,) * 3)
+
+    monkeypatch.setattr("kasoku.config.from_folder.folder", folder)
     return photos
 
 

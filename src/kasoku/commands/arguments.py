@@ -28,7 +28,7 @@ class TrainArguments(OptionalRecipe):
     out: Path | None = option(metavar="DIR", help="the run folder (default: runs/NAME-N)")
     resume: Path | None = option(metavar="DIR", help="go on with the run in DIR")
     go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
-    data: Path | None = option(metavar="DIR", help="without a recipe: a folder with one folder a class")
+    data: Path | None = option(metavar="DIR", help="without a recipe: a folder, .csv, .jsonl or .parquet of photos")
     weights: Path | None = option(metavar="FILE", help="with --data: published weights to start from")
     freeze: int = option(default=0, metavar="K", help="with --weights: do not train the first K blocks")
     members: int = option(default=0, metavar="K", help="train K members of an ensemble")
@@ -219,7 +219,7 @@ class DataArguments(CommandArguments):
 class PackArguments(CommandArguments):
     """The arguments of `kasoku pack`."""
 
-    source: str | None = argument(nargs="?", metavar="SRC", help="a folder of images, or tar shards; or their address")
+    source: str | None = argument(nargs="?", metavar="SRC", help="a folder, list, Parquet or tar files; or an address")
     target: str | None = argument(nargs="?", metavar="DST", help="the folder for the pack")
     side: int = option(default=256, help="shorter side in pixels; 0: as it is (default: 256)")
     format: Literal["jpeg", "raw"] = option(choices=("jpeg", "raw"), default="jpeg", help="raw: pixels (default: jpeg)")
@@ -234,7 +234,7 @@ class InitArguments(CommandArguments):
     """The arguments of `kasoku init`."""
 
     source: Path = argument(
-        metavar="DIR|NAME", help="a folder of photos, one folder a class; or a recipe, as kasoku list names them"
+        metavar="DIR|NAME", help="photos, as kasoku train --data takes them; or a recipe, as kasoku list names them"
     )
     out: Path | None = option(metavar="FILE", help="the recipe to write (default: NAME.toml in the current folder)")
 

@@ -22,7 +22,7 @@ def run(arguments: InitArguments) -> int:
     out = arguments.out or Path(f"{source.resolve().name.removesuffix('.toml')}.toml")
     if out.exists():
         raise InputError(f"{out}: is there already: remove it, or give another file, --out FILE")
-    if source.is_dir():
+    if source.is_dir() or source.suffix in (".parquet", ".csv", ".jsonl"):
         from kasoku.config.from_folder import recipe_for
 
         recipe = recipe_for(source, None)

@@ -1,6 +1,7 @@
-"""A recipe for a folder of photos: network, image size and settings that fit its images."""
+"""A recipe for photos: network, image size and settings that fit its images."""
 
 import inspect
+import io
 import random
 import statistics
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from kasoku import models
 from kasoku.config.recipe import AUTO, Recipe, from_document
 from kasoku.config.toml import override
 from kasoku.core import InputError
-from kasoku.data import Files, folder
+from kasoku.data import Encoded, folder
+from kasoku.data.datasets.tables import Source, source_of
 
 _FROM_SCRATCH_UPDATES = 4_000  # about where small networks on small sets stop gaining; epochs follow from it
 _FINE_TUNE_UPDATES = 400
@@ -27,10 +29,14 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
 
     Raises InputError for a folder without classes or images, and for weights of no network of ours.
     """
-    dataset = folder(str(data))
-    paths = cast(Files, dataset.train).paths  # a folder is files
-    n = len(paths)
-    side = _usual_side(paths)
+    try:
+        source, dataset = cast(Source, folder), folder(str(data))  # of several ranks one lists it
+    except InputError:
+        source = source_of(str(data))
+        dataset = source(str(data))
+    train = cast(Encoded, dataset.train)
+    n = len(train)
+    side = _usual_side(train)
     batch = min(n, max(8, min(64, n // 8)))
     steps = max(1, n // batch)  # of an epoch
     augment: dict[str, Any] = {"use": "kasoku.data.Augment", "flip": "random", "crop": "random_resized"}
@@ -58,7 +64,7 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     document: dict[str, Any] = {
         "batch": batch,
         "epochs": float(max(3, min(60, round(epochs)))),
-        "data": {"use": "kasoku.data.folder", "root": str(data.resolve()), "size": size},
+        "data": {"use": f"kasoku.data.{source.__name__}", "root": str(data.resolve()), "size": size},
         "model": {"use": f"kasoku.models.{network}"},
         "techniques": techniques,
         "schedule": {"use": f"kasoku.core.{curve}", "warmup": warmup},
@@ -72,18 +78,18 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     return from_document(document)
 
 
-def _usual_side(paths: tuple[str, ...]) -> int:
+def _usual_side(train: Encoded) -> int:
     """The median shorter side of some of the images, in pixels."""
-    sample = random.Random(0).sample(paths, min(50, len(paths)))
+    sample = random.Random(0).sample(range(len(train)), min(50, len(train)))
     sides = []
-    for path in sample:
+    for index in sample:
         try:
-            with Image.open(path) as image:
-                sides.append(min(image.size))
-        except (OSError, Image.DecompressionBombError):
+            image = train.read(index)
+            sides.append(min(Image.open(io.BytesIO(image)).size if isinstance(image, bytes) else image.shape[:2]))
+        except (InputError, OSError, Image.DecompressionBombError):
             continue
     if not sides:
-        raise InputError(f"{Path(sample[0]).parent}: none of {len(sample)} images can be opened: look at the files")
+        raise InputError(f"{train.name(sample[0])}: none of {len(sample)} images can be opened: look at the files")
     return int(statistics.median(sides))
 
 

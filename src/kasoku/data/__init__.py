@@ -8,6 +8,7 @@ from kasoku.data.datasets.base import PUBLISHED, Dataset, Encoded, Facts, Files,
 from kasoku.data.datasets.cifar import cifar10, cifar100
 from kasoku.data.datasets.folder import find_images, folder, imagenet
 from kasoku.data.datasets.mnist import fashion_mnist, idx, mnist
+from kasoku.data.datasets.tables import hugging_face, parquet
 from kasoku.data.decode.decode import decode, read_image
 from kasoku.data.decode.nvjpeg import Decoding
 from kasoku.data.loading.loader import Loader, loader, sample
@@ -46,12 +47,14 @@ __all__ = [
     "fashion_mnist",
     "find_images",
     "folder",
+    "hugging_face",
     "idx",
     "imagenet",
     "loader",
     "mnist",
     "normalise",
     "order",
+    "parquet",
     "read_image",
     "sample",
     "shards",

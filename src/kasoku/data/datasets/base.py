@@ -300,7 +300,7 @@ def held_out(
     return held_N
 
 
-def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
+def check_labels(labels_N: np.ndarray, classes: int, where: Path | str) -> None:
     """Raise InputError naming the first label that is not in range(classes)."""
     wrong_N = np.flatnonzero((labels_N < 0) | (labels_N >= classes))
     if len(wrong_N):

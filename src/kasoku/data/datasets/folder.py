@@ -1,15 +1,16 @@
-"""Image folders with one folder for each class, local or remote."""
+"""Image folders with one folder for each class, and lists of images, local or remote."""
 
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files, held_out
-from kasoku.data.datasets.folder_index import Parts, arranged, once
+from kasoku.data.datasets.folder_index import LISTS, Parts, arranged, once, read_list
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
 from kasoku.data.remote.store import Store, below
@@ -48,10 +49,11 @@ def folder(  # noqa: PLR0913
     """Image folder: JPEG, PNG, WebP or BMP files in one folder for each class, with or without train/ and val/.
 
     root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Hidden
-    files and other types are left out. Bad images are skipped and named.
+    files and other types are left out. Bad images are skipped and named. Or a list: a .csv or .jsonl file of path,
+    label and, if it has parts, split (train, val, test); paths are relative to its folder.
 
     Args:
-        root: the folder, or an address (s3://bucket/photos); it may name environment variables.
+        root: the folder or the list, or an address (s3://bucket/photos); it may name environment variables.
         size: side in pixels of the square that an image is decoded to, at least 1.
         validation: the share of each class to hold out where there is no validation part, above 0 and below 1.
         seed: any number; chooses the images to hold out, with their names alone.
@@ -62,11 +64,12 @@ def folder(  # noqa: PLR0913
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
     check_settings(root, size, validation)
-    store = Store(root, cache=cache, cache_bytes=cache_bytes)
+    home_root, _, table = root.rpartition("/") if root.endswith(LISTS) else (root, "", "")
+    store = Store(home_root or "." * (root == table) or "/", cache=cache, cache_bytes=cache_bytes)
     top = store.shown
-    parts, states = once(root, lambda: (arranged(store.look, top), store.states))
+    parts, states = once(root, lambda: (read_list(store, table) if table else arranged(store.look, top), store.states))
     store.learn(states)
-    if store.local:
+    if store.local and not table:
         _check_here(top, parts)
     (home, first), *others = parts.items()
     classes = tuple(sorted(first))
@@ -83,7 +86,7 @@ def folder(  # noqa: PLR0913
     if not test_N.any():
         raise InputError(f"{below(top, home)}: no class has two images, one of them for validation; add a val/ folder")
     folders = {part: [below(below(top if store.local else "", part), kind) for kind in classes] for part in parts}
-    paths = [f"{folders[part][label]}/{file}" for part, label, file in rows]
+    paths = [os.path.join(top * store.local, f) if table else f"{folders[p][k]}/{f}" for p, k, f in rows]
     train, test = (
         Files(tuple(itertools.compress(paths, chosen_N)), labels_N[torch.from_numpy(chosen_N)], store)
         for chosen_N in (~test_N, test_N)
@@ -101,6 +104,16 @@ def check_settings(root: str, size: int, validation: float) -> None:
         raise InputError(f"size={size}: at least 1 pixel")
     if not 0 < validation < 1:
         raise InputError(f"validation={validation}: more than 0 and less than 1, the share kept for validation")
+
+
+def divided(whole: Any, away_N: np.ndarray, validation: float, seed: int, where: str) -> tuple[Any, Any]:
+    """The training and the test part of a split with `take`: by away_N, or where that is all or none, by shares."""
+    if away_N.all() or not away_N.any():
+        kinds = [str(number) for number in range(int(whole.labels_N.max()) + 1)]
+        away_N = held_out([whole.name(i) for i in range(len(whole))], whole.labels_N, kinds, validation, seed)
+    if not away_N.any():
+        raise InputError(f"{where}: no class has two images, so none can be split off for validation; add a part val")
+    return whole.take(np.flatnonzero(~away_N)), whole.take(np.flatnonzero(away_N))
 
 
 def find_images(path: str | Path) -> list[Path]:

@@ -1,23 +1,29 @@
 """The image files of a folder by part and class; one rank lists them for all."""
 
+import csv
+import io
 import json
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kasoku.core import Comm, InputError
+from kasoku.core.errors import summary
 from kasoku.data.decode.decode import SUFFIXES
-from kasoku.data.remote.store import AT_ONCE, Names, below
+from kasoku.data.remote.store import AT_ONCE, Names, Store, below
 
 T = TypeVar("T")
-Tree = dict[str, list[str]]  # class -> names of its image files, both sorted
+Tree = dict[str, list[str]]  # class -> names of its image files, both sorted; of a list, their paths
 Parts = dict[str, Tree]  # by folder: "" is the root itself; or train, and val, validation or test where there is one
 Listing = tuple[Parts, dict[str, Any]]  # and what their store knows of remote files
 Look = Callable[[str], Names]  # what is in a folder, which is its path below the root, "" for the root
 
+LISTS = (".csv", ".jsonl")
+_PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
 _VALIDATION = ("val", "validation", "test")
 _KINDS = " ".join(SUFFIXES)
 
@@ -51,6 +57,37 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
         if not files:
             raise InputError(f"{home}/{name}: a class folder with no image ({_KINDS}); add some or remove it")
     return tree
+
+
+def read_list(store: Store, file: str) -> Parts:
+    """The same of a list in a store: CSV with a line of names, or JSON Lines, of path, label and, or not, split."""
+    data, parts = store.read(file), {"train": Tree()}
+    try:
+        text = data.decode("utf-8-sig")
+        table = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True)
+        for row in table if file.endswith(".csv") else map(json.loads, filter(str.strip, text.split("\n"))):
+            if row["label"] in (None, "") or not row["path"]:
+                raise ValueError(f"a row without a path or a label: {row}")
+            tree = parts.setdefault(part_of(str(row.get("split") or "")) or "train", {})
+            tree.setdefault(str(row["label"]), []).append(str(row["path"]))
+    except (csv.Error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{store.shown}/{file}: not a list of path, label ({summary(error)}); mend it") from error
+    return {part: parts[part] for part in ("train", "val" if "val" in parts else "test") if part in parts}
+
+
+def part_of(file: str) -> str:
+    """The part of a file (train, val, test or ""), by its name or by that of the nearest folder."""
+    for piece in reversed(file.lower().split("/")):
+        if match := _PART.search(piece):
+            return {"tr": "train", "va": "val", "te": "test"}[match[1][:2]]
+    return ""
+
+
+def used_parts(files: Sequence[str]) -> tuple[list[str], list[bool]]:
+    """The files to read, and whether each is of the test part; all, undivided, where none is of train."""
+    train, val, test = ([file for file in files if part_of(file) == part] for part in ("train", "val", "test"))
+    used = train + (val or test) if train else list(files)
+    return used, [part_of(file) != "train" for file in used]
 
 
 class OneScan:

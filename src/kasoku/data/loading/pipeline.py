@@ -14,7 +14,7 @@ from kasoku.core.errors import InputError
 from kasoku.data.augment.basic import Augment, Transform, box_draws, centre_box, random_box, stored_side
 from kasoku.data.datasets.base import Dataset, Items, Memory, Split
 from kasoku.data.decode.native import Box
-from kasoku.data.loading.shuffle import order
+from kasoku.data.loading.shuffle import order_of
 
 Crop = Callable[[int, int], Box]  # of the width and the height of an image
 
@@ -125,7 +125,7 @@ class Pipeline:
     ) -> Iterator[torch.Tensor]:
         """Sample indices of parts (number, rank); the ranks share an incomplete batch as evenly as can be."""
         images, batch, parts = self.images, self.batch, self.parts
-        order_N = (order(images, self.seed, epoch) if self.train else torch.arange(images)).to(device)
+        order_N = (order_of(self.source, images, self.seed, epoch) if self.train else torch.arange(images)).to(device)
         batches = len(self) // parts
         # of cuts[-1] images, rank r takes cuts[r] to cuts[r + 1]
         cuts = [0, *itertools.accumulate(self.shares or (1,) * self.size)]

@@ -20,6 +20,13 @@ def order(n: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(n, generator=generator)
 
 
+def order_of(split: object, images: int, seed: int, epoch: int) -> torch.Tensor:
+    """The order of a split's first images for one epoch: random, or its own (`epoch_order`) where it has one."""
+    own = getattr(split, "epoch_order", None)
+    order_N: torch.Tensor = own(seed, epoch) if own else order(images, seed, epoch)
+    return order_N[order_N < images]
+
+
 def draws(seed: int, epoch: int, index_N: torch.Tensor, stream: int | torch.Tensor) -> torch.Tensor:
     """Uniform float32 numbers in [0, 1) for samples index_N (int64), one for each.
 

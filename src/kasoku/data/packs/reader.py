@@ -19,15 +19,15 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError, one_line, say, summary
-from kasoku.data.datasets.base import Dataset, held_out
-from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings
+from kasoku.data.datasets.base import Dataset
+from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, divided
+from kasoku.data.datasets.folder_index import used_parts
 from kasoku.data.decode.decode import is_image
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
 from kasoku.data.remote.cache import cache_folder, keep
 from kasoku.data.remote.store import TRIES, GoneError, Store
 
 _SHARD = re.compile(r"(train|val)-\d{5,}\.tar")
-_PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
 _PLANES = re.compile(
     rb"\x93NUMPY\x01\0(..)\{'descr': '\|u1', 'fortran_order': False, 'shape': \(3, (\d{1,6}), (\d{1,6})\), \} *\n", re.S
 )
@@ -153,14 +153,8 @@ def shards(  # noqa: PLR0913
         whole, classes = _foreign(store, cache) if facts is None else _own(store, facts)
     except Damaged as damaged:
         raise InputError(f"{top}/{damaged}; run `kasoku pack --verify {top}`") from damaged
-    away_K = np.array([_part(file) != "train" for file in whole.files])
-    test_N = away_K[whole.place_N5[:, 0]]
-    if test_N.all() or not test_N.any():  # all of one part: split off a share of each class, as in an image folder
-        labels = [str(number) for number in range(len(classes))]
-        test_N = held_out(whole.names, whole.labels_N, labels, validation, seed)
-    if not test_N.any():
-        raise InputError(f"{top}: no class has two images, so none can be split off for validation; add val-*.tar")
-    train, test = whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
+    away_N = np.array(used_parts(whole.files)[1])[whole.place_N5[:, 0]]
+    train, test = divided(whole, away_N, validation, seed, top)
     return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
 
 
@@ -264,9 +258,7 @@ def _joined(store: Store, files: list[str], known: list[Index], raw: bool | None
 def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     """All images of tar shards without pack.json, and the classes' names."""
     listed = store.list_files()
-    files = [file for file in listed if file.lower().endswith(".tar")]
-    train, val, test = ([file for file in files if _part(file) == part] for part in ("train", "val", "test"))
-    files = train + (val or test) if train else files  # without training shards they are split by `validation`
+    files, _ = used_parts([file for file in listed if file.lower().endswith(".tar")])
     if not files:
         raise InputError(f"{store.shown}: no pack.json and no .tar file in it; give the folder of the shards")
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-index") as pool:
@@ -286,14 +278,6 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     if len(classes) < count:
         raise InputError(f"{store.shown}/classes.txt: {len(classes)} names, but a label is {count - 1}; add the others")
     return whole, classes
-
-
-def _part(file: str) -> str:
-    """The part of a shard (train, val, test or ""), by its name or by that of the nearest folder."""
-    for piece in reversed(file.lower().removesuffix(".tar").split("/")):
-        if match := _PART.search(piece):
-            return {"tr": "train", "va": "val", "te": "test"}[match[1][:2]]
-    return ""
 
 
 def _indexed(store: Store, file: str, cache: str) -> Index:

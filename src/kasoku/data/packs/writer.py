@@ -31,10 +31,10 @@ from kasoku.core.errors import InputError, one_line
 from kasoku.core.files import lock, write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Dataset, Encoded
-from kasoku.data.datasets.folder import folder
-from kasoku.data.decode.decode import SUFFIXES, decode, upright
-from kasoku.data.loading.shuffle import order
-from kasoku.data.packs.reader import pack_facts, pack_index, shards
+from kasoku.data.datasets.tables import hugging_face, source_of
+from kasoku.data.decode.decode import decode, upright
+from kasoku.data.loading.shuffle import order_of
+from kasoku.data.packs.reader import pack_facts, pack_index
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member
 from kasoku.data.remote.store import GoneError, Store, is_remote
 
@@ -94,7 +94,7 @@ def pack(  # noqa: PLR0913
     workers: int = 0,
     quiet: bool = False,
 ) -> str:
-    """Packs the images of a folder or of shards, local or remote; returns a line of summary.
+    """Packs the images of any source of files, local or remote; returns a line of summary.
 
     A pack is a folder with pack.json and tar shards of about `shard_bytes`, each with an index, in fixed random order.
     Images are upright RGB, reduced until their shorter side is `side` pixels (never enlarged; 0: no change).
@@ -110,7 +110,8 @@ def pack(  # noqa: PLR0913
     if is_remote(target):
         raise InputError(f"{target}: a pack is written to a folder of this machine; copy it from there")
     home = Path(os.path.expandvars(target)).expanduser()
-    dataset = _dataset(source)
+    reader = source_of(source)
+    dataset = reader(source) if reader is hugging_face else reader(source, cache_bytes=0)  # each file is read only once
     threads, images = workers or cores(), len(dataset.train) + len(dataset.test)
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -257,7 +258,7 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
         raise InputError(f"{run.home}/{damaged}; give an empty folder, or remove what is in it") from damaged
     if before is None:
         train = cast(Encoded, dataset.train)
-        images = [data for _, data in run.encoded(train, order(len(train), 0, 0)[:_ESTIMATED].tolist())]
+        images = [data for _, data in run.encoded(train, order_of(train, len(train), 0, 0)[:_ESTIMATED].tolist())]
         bytes_each = [len(member("", data)) + len(member("", b"0")) for data in images if isinstance(data, bytes)]
         if not bytes_each:
             raise InputError(f"{dataset.name}: no image can be packed: {_named([str(data) for data in images])}")
@@ -276,7 +277,7 @@ def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
     """Writes all shards and pack.json; returns a line for the user."""
     each = facts["images_per_shard"]
     for part, split in (("train", dataset.train), ("val", dataset.test)):
-        rows, count = order(len(split), 0, 0).tolist(), 0
+        rows, count = order_of(split, len(split), 0, 0).tolist(), 0
         for first in range(0, len(rows), each):
             file = f"{part}-{first // each:05d}.tar"
             index = run.shard(cast(Encoded, split), file, first, rows[first : first + each])
@@ -315,11 +316,3 @@ def _locked(home: Path) -> Iterator[None]:
     with open(home / ".lock", "w") as file:
         lock(file, lambda: f"{home}: another process is packing into it; wait for it")
         yield
-
-
-def _dataset(source: str) -> Dataset:
-    """The data set in a folder or at an address: shards if there are any and no folders of images."""
-    files = [file.lower() for file in Store(source, cache_bytes=0).list_files()]
-    has_images = any(file.endswith(SUFFIXES) and "/" in file for file in files)
-    packed = any(file.endswith(".tar") for file in files) and not has_images
-    return shards(source, cache_bytes=0) if packed else folder(source, cache_bytes=0)  # each file is read only once
