@@ -124,13 +124,14 @@ def found_in(run: Path, images: Path) -> list[tuple[Path, list[tuple[str, float]
 def test_a_hub_folder_predicts_and_evaluates_as_its_run(
     name: str, runs: Any, hubs: Any, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    hub = hubs(name)
     if name != "vit":  # whose run needs the folder of its config
-        assert found_in(hubs(name), photos) == found_in(runs(name), photos)
+        assert found_in(hub, photos) == found_in(runs(name), photos)
     capsys.readouterr()
-    assert main(["eval", str(hubs(name)), "--json"]) == 0
+    assert main(["eval", str(hub), "--json"]) == 0
     (score,) = json.loads(capsys.readouterr().out)["scores"]
     assert score["top1"] == pytest.approx(json.loads((runs(name) / "result.json").read_text())["best_top1"])
-    assert {file.name for file in hubs(name).iterdir()} == FILES
+    assert {file.name for file in hub.iterdir()} == FILES
 
 
 @pytest.mark.extras
@@ -196,7 +197,7 @@ def test_the_card_is_made_of_the_result(hubs: Any, runs: Any) -> None:
     (entry,) = yaml.safe_load(front)["model-index"]
     assert entry["results"][0]["metrics"] == [{"type": "accuracy", "value": result["best_top1"]}]
     assert entry["results"][0]["dataset"]["name"] == "photos"
-    rows = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| "))
+    rows = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines() if " | " in line[2:-2])
     assert rows["network"] == "kasoku.models.cnn4"
     assert rows["data"] == "photos (kasoku.data.folder), 3 classes"
     assert f"best {result['best_top1']:.2%}" in rows["test accuracy"]
@@ -287,7 +288,7 @@ def as_described(file: Path, described: dict[str, Any]) -> np.ndarray:
     return pixels_HWC.transpose(2, 0, 1)[None]
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["cnn4", pytest.param("test_vit", marks=[pytest.mark.extras, TIMM])])
 def test_onnxruntime_and_pillow_give_the_answers_of_predict(
     name: str, hubs: Any, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
