@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2105,
+    "core": 2110,
     "optim": 1120,
     "models": 970,
     "device": 585,
     "data": 4980,
     "distributed": 5505,
     "memory": 2070,
-    "config": 1510,
+    "config": 1530,
     "tune": 1605,
     "simulate": 1620,
     "report": 2365,
-    "training": 2405,
-    "commands": 1845,
+    "training": 2410,
+    "commands": 2000,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -10,11 +10,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 
 from kasoku import __version__
 from kasoku.commands import arguments as options
-from kasoku.commands.options import CommandArguments, arguments_of, declare
+from kasoku.commands.options import CommandArguments, JsonArguments, arguments_of, declare, only_json
 
 _LINE = 1200  # letters of a message, at most
 VERBS = {  # verb: (module of kasoku.commands, help)
@@ -51,7 +52,10 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     run: Callable[[CommandArguments], int] = getattr(import_module(parsed.module), parsed.function)
     try:
         imported()
-        return run(arguments)
+        with (
+            only_json(arguments.document) if isinstance(arguments, JsonArguments) and arguments.json else nullcontext()
+        ):
+            return run(arguments)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -184,7 +184,8 @@ def test_the_onnx_program_gives_the_logits_for_any_batch(digit_runs, tmp_path):
 FACTS = {
     "input": "pixels, float32, N x 1 x 8 x 8, grey from 0 to 1, not normalised",
     "resize": "shorter side to 9, bilinear, antialiased; then the middle 8 x 8;"
-    " a JPEG is decoded at 1/2, 1/4 or 1/8 before that, where it stays larger",
+    " a JPEG is decoded at 1/2, 1/4 or 1/8 before that, where it stays larger;"
+    " upright as its EXIF says, white where it is transparent",
     "output": "logits, float32, N x 10, before softmax",
     "classes": json.dumps([*"0123456789"]),
 }

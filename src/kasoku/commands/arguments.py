@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from kasoku.commands.options import AllowArguments, CommandArguments, OptionalRecipe, RecipeArguments, argument, option
+from kasoku.commands.options import (
+    AllowArguments,
+    CommandArguments,
+    JsonArguments,
+    OptionalRecipe,
+    RecipeArguments,
+    argument,
+    option,
+)
 from kasoku.config.shipped import DOCUMENTS
 
 if TYPE_CHECKING:
@@ -14,7 +22,7 @@ if TYPE_CHECKING:
 PORT = 29500
 TIME_LIMIT, CPUS_PER_GPU = "1-00:00:00", 8  # of a Slurm job
 STRATEGIES = ("TimeToTarget", "Throughput", "EpochTimeMinimize", "GpuUsageMaximize")
-FORMATS = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}  # name: suffix of the file
+FORMATS = {"safetensors": "export.safetensors", "torch-export": "export.pt2", "onnx": "export.onnx", "hub": "hub"}
 PLACES = {
     "local": "start this machine's ranks, a process a GPU (or on the CPU)",
     "slurm": "write an sbatch script",
@@ -85,7 +93,7 @@ class KubernetesArguments(LaunchArguments):
     port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 
 
-class TuneArguments(RecipeArguments):
+class TuneArguments(RecipeArguments, JsonArguments):
     """The arguments of `kasoku tune`."""
 
     strategy: str | None = option(
@@ -114,7 +122,7 @@ class SearchArguments(RecipeArguments):
     if_interrupted: ClassVar[str] = "finished trials stay, and the same command with --out goes on there"
 
 
-class ProfileArguments(RecipeArguments):
+class ProfileArguments(RecipeArguments, JsonArguments):
     """The arguments of `kasoku profile`."""
 
     steps: int = option(default=10, metavar="N", help="steps of each measurement (default: 10)")
@@ -123,7 +131,7 @@ class ProfileArguments(RecipeArguments):
     if_interrupted: ClassVar[str] = "no run was changed"
 
 
-class SimulateArguments(RecipeArguments):
+class SimulateArguments(RecipeArguments, JsonArguments):
     """The arguments of `kasoku simulate`."""
 
     cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
@@ -135,7 +143,7 @@ class SimulateArguments(RecipeArguments):
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
 
 
-class PlanArguments(OptionalRecipe):
+class PlanArguments(OptionalRecipe, JsonArguments):
     """The arguments of `kasoku plan`."""
 
     cluster: str | None = option(metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
@@ -173,14 +181,14 @@ class ReportArguments(CommandArguments):
     )
 
 
-class EvaluateArguments(AllowArguments):
+class EvaluateArguments(AllowArguments, JsonArguments):
     """The arguments of `kasoku eval`."""
 
     runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
     data: Path | None = option(metavar="DIR", help="other test images: a folder with one folder a class")
 
 
-class PredictArguments(AllowArguments):
+class PredictArguments(AllowArguments, JsonArguments):
     """The arguments of `kasoku predict`."""
 
     trained: Path = argument(metavar="RUN")
@@ -203,7 +211,7 @@ class ExportArguments(AllowArguments):
 
     trained: Path = argument(metavar="RUN")
     format: str = option(choices=tuple(FORMATS), required=True)
-    out: Path | None = option(metavar="FILE", help="where to (default: in the run folder)")
+    out: Path | None = option(metavar="FILE", help="where to; of hub a folder (default: in the run folder)")
 
 
 class DataArguments(CommandArguments):
@@ -239,7 +247,7 @@ class InitArguments(CommandArguments):
     out: Path | None = option(metavar="FILE", help="the recipe to write (default: NAME.toml in the current folder)")
 
 
-class ListArguments(AllowArguments):
+class ListArguments(AllowArguments, JsonArguments):
     """The arguments of `kasoku list`."""
 
     name: str | None = argument(nargs="?", help="shows the settings of this model, technique, table, ...")

@@ -1,13 +1,16 @@
-"""`kasoku export`: a trained network, or an ensemble of them, for other programs: safetensors, torch.export or ONNX.
+"""`kasoku export`: a trained network for other programs: safetensors, torch.export, ONNX, or a folder for model hubs.
 
 The exported program takes pixels: float32 (N, C, H, W) from 0 to 1, any number of images; it normalises them itself and
 returns logits (N, K); of an ensemble these are the logarithms of its members' mean probabilities. Each file says so
-itself and holds the names of the classes: safetensors and ONNX in their metadata, torch.export in the extra file
-kasoku.json.
+itself, how a photo becomes pixels, and the names of the classes: safetensors and ONNX in their metadata, torch.export
+in the extra file kasoku.json; the same is in a JSON file beside it. A folder for model hubs is one that timm or
+transformers can load, with a model card; it also has what makes it a run for `kasoku predict` and `kasoku eval`.
 """
 
 import json
-from collections.abc import Callable, Sequence
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kasoku.commands.arguments import FORMATS, ExportArguments
-from kasoku.core import InputError
-from kasoku.core.files import write_atomically
+from kasoku.config import libraries
+from kasoku.core import InputError, summary
+from kasoku.core.files import json_text, read_json, write_atomically, write_text
 from kasoku.data.augment.basic import stored_side
+from kasoku.training.run_folder import output_folder
+from kasoku.training.run_state import Result
 from kasoku.training.trained_run import Trained, ensemble_logits, load_members
+
+_TASK = "image-classification"
+_USES = {  # by the name of a library on model hubs: how it reads the folder
+    "timm": 'timm.create_model("local-dir:FOLDER", pretrained=True).eval()',
+    "transformers": 'transformers.AutoModelForImageClassification.from_pretrained("FOLDER")',
+    "kasoku": 'kasoku.predict("FOLDER", "photo.jpg")',
+}
 
 
 class _FromPixels(nn.Module):
@@ -46,50 +59,60 @@ def run(arguments: ExportArguments) -> int:
     for member in members:
         member.job.close()  # the plain network: no autocast, plain layout
         member.job.model.cpu()
-    trained = members[0]
-    facts = _facts(members, weights_only=arguments.format == "safetensors")
-    save: Callable[[Path], object]
-    program = _FromPixels(members).eval()
-    example = (torch.rand(2, trained.channels, *trained.image_size),)
-    shapes: Any = {"pixels": {0: torch.export.Dim("batch", min=1)}}
-    if arguments.format == "safetensors":
-        networks = nn.ModuleDict({member.path.name: member.job.model for member in members})
-        plain = networks if len(members) > 1 else trained.job.model
-        weights = {name: w.contiguous() for name, w in plain.state_dict().items()}
-        save = partial(save_file, weights, metadata=facts)
-    elif arguments.format == "torch-export":
-        exported = torch.export.export(program, example, dynamic_shapes=shapes)
-        save = partial(torch.export.save, exported, extra_files={"kasoku.json": json.dumps(facts)})
+    facts = _facts(members, weights_only=arguments.format in ("safetensors", "hub"))
+    path = arguments.out or arguments.trained / FORMATS[arguments.format]
+    if arguments.format == "hub":
+        _write_hub(members, path, facts)
     else:
-        try:
-            import onnxscript  # noqa: F401
-        except ImportError as error:
-            raise InputError('ONNX export needs more packages: pip install "onnx>=1.17" "onnxscript>=0.5"') from error
-        names: dict[str, Any] = {"input_names": ["pixels"], "output_names": ["logits"]}
-        written = torch.onnx.export(program, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
-        if written is None:
-            message = "torch could not turn this network into ONNX; use --format torch-export"
-            raise InputError(f"{arguments.trained}: {message}")
-        written.model.metadata_props.update(facts)
-        graph = written.model.graph
-        graph.inputs[0].doc_string, graph.outputs[0].doc_string = facts["input"], facts["output"]
-        save = written.save
-    path = arguments.out or arguments.trained / f"export.{FORMATS[arguments.format]}"
-    write_atomically(path, save)
+        write_atomically(path, _writer(arguments, members, facts))
+        write_text(path.with_name(f"{path.name}.json"), json_text(facts))
     print(f"{path}\ninput: {facts['input']}\nfrom a photo: {facts['resize']}")
     print(f"output: {facts['output']}; the file holds the names of the classes")
     return 0
 
 
-def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, str]:
+def _writer(arguments: ExportArguments, members: Sequence[Trained], facts: Mapping[str, Any]) -> Callable[[Path], Any]:
+    """What writes the file of a format, with the facts in it as text."""
+    trained = members[0]
+    texts = {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
+    if arguments.format == "safetensors":
+        return partial(save_file, _weights(members), metadata=texts)
+    program = _FromPixels(members).eval()
+    example = (torch.rand(2, trained.channels, *trained.image_size),)
+    shapes: Any = {"pixels": {0: torch.export.Dim("batch", min=1)}}
+    if arguments.format == "torch-export":
+        exported = torch.export.export(program, example, dynamic_shapes=shapes)
+        return partial(torch.export.save, exported, extra_files={"kasoku.json": json.dumps(texts)})
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise InputError('ONNX export needs more packages: pip install "onnx>=1.17" "onnxscript>=0.5"') from error
+    names: dict[str, Any] = {"input_names": ["pixels"], "output_names": ["logits"]}
+    written = torch.onnx.export(program, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
+    if written is None:
+        message = "torch could not turn this network into ONNX; use --format torch-export"
+        raise InputError(f"{arguments.trained}: {message}")
+    written.model.metadata_props.update(texts)
+    graph = written.model.graph
+    graph.inputs[0].doc_string, graph.outputs[0].doc_string = texts["input"], texts["output"]
+    return written.save
+
+
+def _weights(members: Sequence[Trained]) -> dict[str, Tensor]:
+    networks = nn.ModuleDict({member.path.name: member.job.model for member in members})
+    plain = networks if len(members) > 1 else members[0].job.model
+    return {name: w.contiguous() for name, w in plain.state_dict().items()}
+
+
+def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, Any]:
     """What another program must know to use the network; the same in all formats."""
-    trained, count = members[0], len(members)
-    shape = " x ".join(map(str, trained.image_size))
+    trained, count, (height, width) = members[0], len(members), members[0].image_size
+    shape, side = f"{height} x {width}", stored_side(min(height, width))
     resize = f"the middle 7/8 of the photo in the shape of {shape}, bilinear, antialiased"
-    if len(set(trained.image_size)) == 1:
-        side = stored_side(trained.image_size[0])
+    if height == width:
         resize = f"shorter side to {side}, bilinear, antialiased; then the middle {shape}"
     resize += "; a JPEG is decoded at 1/2, 1/4 or 1/8 before that, where it stays larger"
+    resize += "; upright as its EXIF says, white where it is transparent"
     colours = {1: "grey", 3: "RGB"}.get(trained.channels, "all channels")
     mean, std = json.dumps(trained.mean), json.dumps(trained.std)
     then = f"then normalised: (pixel - mean) / std, mean {mean}, std {std}" if weights_only else "not normalised"
@@ -100,8 +123,85 @@ def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, str]:
         "input": f"pixels, float32, N x {trained.channels} x {shape}, {colours} from 0 to 1, {then}",
         "resize": resize,
         "output": output,
-        "classes": json.dumps(trained.classes),
-        "model": ", ".join(dict.fromkeys(member.recipe.model.use for member in members)),
-        "mean": mean,
-        "std": std,
+        "classes": trained.classes,
+        "model": ", ".join(dict.fromkeys(member.recipe.model.name for member in members)),
+        "mean": trained.mean,
+        "std": trained.std,
+        "preprocessing": {  # as transformers' preprocessor_config.json
+            "image_processor_type": "BitImageProcessor",
+            "do_convert_rgb": trained.channels == 3,
+            "size": {"shortest_edge": side},
+            "resample": 2,  # bilinear
+            "crop_size": {"height": height, "width": width},
+            **dict.fromkeys(("do_resize", "do_center_crop", "do_rescale"), True),
+            "rescale_factor": 1 / 255,
+            "do_normalize": weights_only,
+            "image_mean": trained.mean,
+            "image_std": trained.std,
+        },
     }
+
+
+def _write_hub(members: Sequence[Trained], path: Path, facts: Mapping[str, Any]) -> None:
+    """Writes a folder for model hubs. Raises InputError for an ensemble, and if the folder holds a run."""
+    trained, recipe = members[0], members[0].recipe
+    if len(members) > 1:
+        raise InputError(f"{path}: a hub takes one network, not an ensemble's: export a member, such as {trained.path}")
+    side = min(trained.image_size)
+    images = {
+        "input_size": (trained.channels, *trained.image_size),
+        "interpolation": "bilinear",
+        "crop_pct": math.floor(1e4 * side / stored_side(side)) / 1e4,  # timm rounds the quotient of side and it down
+        "mean": trained.mean,
+        "std": trained.std,
+    }
+    texts = {
+        "README.md": _card(trained, facts),
+        "config.json": json_text(libraries.hub_config(recipe.model, trained.job.model, trained.classes, images)),
+        "preprocessor_config.json": json_text(facts["preprocessing"]),
+    }
+    folder = output_folder(path, trained.path / "recipe.toml", "hub", written=["recipe.toml"])
+    write_atomically(folder / "model.safetensors", partial(save_file, _weights(members), metadata={"format": "pt"}))
+    for name in ("recipe.toml", "data.json"):
+        write_atomically(folder / name, partial(shutil.copyfile, trained.path / name))
+    for name, text in texts.items():
+        write_text(folder / name, text)
+
+
+def _card(trained: Trained, facts: Mapping[str, Any]) -> str:
+    """The model card of a finished run, with front matter for hubs. Raises InputError without its result."""
+    recipe, folder = trained.recipe, trained.path
+    library = {"timm": "timm", "huggingface": "transformers"}.get(libraries.library_of(recipe.model), "kasoku")
+    data = Path(str(recipe.data.keys.get("root", ""))).name or recipe.data.use.rpartition(".")[2]
+    techniques = ", ".join(type(technique).__name__ for technique in recipe.techniques) or "no techniques"
+    try:
+        result, known = Result.read(folder), read_json(folder / "environment.json")
+        machine = known["machine"]
+        rows = {
+            "network": recipe.model.name,
+            "data": f"{data} ({recipe.data.use}), {len(trained.classes)} classes",
+            **result.rows(folder),
+            "machine": ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["gpus"], machine["system"]]),
+            "software": ", ".join(f"{name} {version}" for name, version in known["versions"].items()),
+            "recipe": f"{recipe.epochs:g} epochs, batch {recipe.batch:,}, {recipe.optimizer.use}, {techniques}",
+            "seed": str(recipe.seed),
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        lacking = f"result.json or environment.json is missing or damaged ({summary(error)})"
+        raise InputError(f"{folder}: no model card can be made: {lacking}: let the training end") from error
+    del rows["run folder"]
+    metrics = [{"type": "accuracy", "value": result.best_top1}]
+    results = [{"task": {"type": _TASK}, "dataset": {"name": data, "type": data}, "metrics": metrics}]
+    front = {
+        "library_name": library,
+        "pipeline_tag": _TASK,
+        "tags": [_TASK, "kasoku"],
+        "model-index": [{"name": recipe.model.name, "results": results}],
+    }
+    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {recipe.model.name} on {data}", "", "An image classifier, trained with kasoku: `recipe.toml` has all"]
+    lines += ["settings, and the weights are those of the best evaluation.", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {text.replace('|', ' ')} |" for name, text in rows.items()]
+    lines += ["", "```console", "kasoku predict FOLDER photo.jpg", "```", "", "```python", _USES[library], "```", ""]
+    lines += [f"- {name}: {facts[name]}" for name in ("input", "resize", "output")]
+    return "\n".join(lines) + "\n"

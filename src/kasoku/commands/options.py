@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform, get_args, get_type_hints
@@ -56,6 +58,13 @@ class CommandArguments:
         dataclass(frozen=True, kw_only=True)(cls)
 
 
+class JsonArguments(CommandArguments):
+    """The arguments of a command that can answer programs; it fills `document`, which --json prints."""
+
+    json: bool = option(default=False, help="print one JSON object and nothing else")
+    document: dict[str, Any] = field(default_factory=dict)
+
+
 class AllowArguments(CommandArguments):
     """The arguments of a command that builds what a recipe or a run names."""
 
@@ -81,6 +90,19 @@ class RecipeArguments(OptionalRecipe):
 
         allow_beside(self.recipe)
         return load(self.recipe, [*self.set, *settings])
+
+
+@contextmanager
+def only_json(document: Mapping[str, Any]) -> Iterator[None]:
+    """Prints the document of a command, also of one that fails with a part of it, and nothing else."""
+    from kasoku.core.files import json_text  # torch: `kasoku --help` does without
+
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        if document:  # of several ranks, the first one has it
+            print(json_text(document), end="")
 
 
 def declare(parser: argparse.ArgumentParser, kind: type[CommandArguments]) -> None:

@@ -42,7 +42,8 @@ _ITEMS = {  # row of a plan or of a run's ledger: item of their comparison
 def run(arguments: PlanArguments) -> int:
     """Plans, or compares a run with its plan; returns the exit code."""
     if arguments.compare:
-        return _compare(arguments.compare)
+        arguments.document.update(_compare(arguments.compare))
+        return 0
     recipe, noise_scale = arguments.recipe, arguments.noise_scale
     if not recipe or not arguments.cluster:
         raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
@@ -65,7 +66,7 @@ def run(arguments: PlanArguments) -> int:
     if cluster.costs == Costs():
         say(f"{cluster.name} has no [costs]: 0 s are expected before the first step")
     print_table(f"the best of {len(tried)} ways", _rows(chosen))
-    _write(chosen, folder, recipe)
+    arguments.document.update(folder=str(folder), **_write(chosen, folder, recipe))
     return 0
 
 
@@ -114,8 +115,8 @@ def _reducer(chosen: Choice) -> str:
     return f"; reducer {alike}" if alike else ""
 
 
-def _write(chosen: Choice, folder: Path, original: Path) -> None:
-    """Writes the planned recipe, the script that trains it, and the figures that are expected."""
+def _write(chosen: Choice, folder: Path, original: Path) -> dict[str, Any]:
+    """Writes the planned recipe, the script that trains it, and the figures that are expected; returns these."""
     expected = {**chosen.scenario.document(chosen.step), "least": LEAST, "most": MOST, "shown": _rows(chosen)}
     expected["import_folders"] = trust.import_folders(original)
     file = folder / f"{original.stem}.toml"
@@ -132,10 +133,11 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
     write_text(folder / "launch.sbatch", script)
     write_text(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
     print(f"{folder}: {file.name}, launch.sbatch, plan.json")
+    return expected
 
 
-def _compare(run: Path) -> int:
-    """Prints the plan of a run beside its ledger, item by item, with the error of each."""
+def _compare(run: Path) -> dict[str, Any]:
+    """Prints and returns the plan of a run beside its ledger, item by item; the print has the error of each."""
     check_regular(run)
     plan = _figures(_plan_of(run), "not what kasoku plan writes: plan anew", "gpus", "batch", "images_per_s")
     recipe, ledger = load_recipe(run), _figures(run / "ledger.json", "it has no rows of seconds: train anew")
@@ -156,7 +158,7 @@ def _compare(run: Path) -> int:
     if is_number(reached) and reached:
         rows["throughput"] = f"{rate:,.0f} images/s expected, {reached:,.0f} reached: {rate / reached - 1:+.1%}"
     print_table(f"{run}", rows)
-    return 0
+    return {"seconds": pairs, "images_per_s": [rate, reached]}
 
 
 def _plan_of(run: Path) -> Path:

@@ -32,6 +32,11 @@ def run(arguments: PredictArguments) -> int:
             table.writerow(["image", *columns, "error"])
         for file, likeliest, error in classify(members, files, top):
             errors += [error] if error else []
+            if arguments.json:
+                found = [{"class": name, "probability": share} for name, share in likeliest]
+                arguments.document.setdefault("images", []).append(
+                    {"image": str(file), "classes": found, "error": error}
+                )
             if numbers is not None:
                 print(*([numbers[name] for name, _ in likeliest] or ["0"] * top), file=lines)
                 continue

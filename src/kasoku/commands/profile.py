@@ -82,6 +82,7 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
         documents |= {f"profile-{i}.json": other for i, other in enumerate(others, 1)}
         for name, content in documents.items():
             write_text(folder / name, json.dumps(content, indent=1) + "\n")
+        arguments.document.update(folder=str(folder), profile=first, ledger=document)
         step_s: dict[str, float] = document["step_s"]
         whole_s = sum(step_s.values())
         rows = {row: f"{ms(s)} ms  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}

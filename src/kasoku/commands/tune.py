@@ -53,6 +53,7 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
             if tuned.recipe.accumulate != recipe.accumulate:
                 chosen.append(f"accumulate={tuned.recipe.accumulate}")
             print(" ".join(f"--set {setting}" for setting in chosen))
+            arguments.document.update(settings=chosen, **tuned.result.as_json())
             if arguments.out:
                 write_tuning(arguments.out, tuned.result.as_json())
 

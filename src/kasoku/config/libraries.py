@@ -1,19 +1,22 @@
-"""Networks of timm, torchvision and transformers: what their functions are given, and how they want images normalised.
+"""Networks of timm, torchvision and transformers: their arguments, the normalisation of their images, their configs.
 
 The functions take **kwargs, so that their signatures do not tell what they take. A library is imported where a recipe
 names it.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kasoku import models
-from kasoku.config.toml import Factory, resolve
+from kasoku.config.toml import Factory, resolve, table
 from kasoku.core.errors import InputError, nearest
 from kasoku.core.files import read_json
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, a number for each channel
+_SOURCES = ("use", "model_name", "checkpoint_path", "weights")  # keys that name a network or its first weights
+_LAYERS = {"classifier", "first_conv", "fixed_input_size"}  # of timm's configs: what holds whatever the weights are
 
 
 def build(model: Factory, classes: int, channels: int, side: int, *, weights: bool = True) -> Any:
@@ -21,7 +24,7 @@ def build(model: Factory, classes: int, channels: int, side: int, *, weights: bo
 
     `weights`: loads those that the keys name.
     """
-    library, keys = _library(model), dict(model.keys)
+    library, keys = library_of(model), dict(model.keys)
     if not library:
         network = model(num_classes=classes, in_channels=channels, image_size=side)
     elif library == "torchvision":  # published weights decide the number of classes
@@ -49,11 +52,11 @@ def logits_of(model: object, images: object, output: Any) -> Any:
 
 def normalisation(model: Factory) -> Normalisation | None:
     """The mean and standard deviation in the network's own config; None without one."""
-    if _library(model) == "timm":
+    if library_of(model) == "timm":
         config = _timm_config(model)
         return tuple(config.mean), tuple(config.std)
     file = Path(str(model.keys.get("model_name"))) / "preprocessor_config.json"
-    if _library(model) != "huggingface" or not file.is_file():
+    if library_of(model) != "huggingface" or not file.is_file():
         return None
     found = read_json(file)
     try:
@@ -62,7 +65,28 @@ def normalisation(model: Factory) -> Normalisation | None:
         raise InputError(f"{file}: image_mean and image_std are wanted, with a number for each channel") from error
 
 
-def _library(model: Factory) -> str:
+def hub_config(model: Factory, network: Any, classes: Sequence[str], images: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a trained network in a model hub: transformers' own for its networks, timm's form for others.
+
+    `images`: what the network takes, by the names in timm's pretrained_cfg: input_size, mean, std, ...
+    """
+    library = library_of(model)
+    if library == "huggingface":
+        numbers = {name: number for number, name in enumerate(classes)}
+        named = {"id2label": {number: name for name, number in numbers.items()}, "label2id": numbers}
+        return {**network.config.to_dict(), **named, "architectures": [type(network).__name__]}
+    keys = {k: v for k, v in table(model).items() if k not in _SOURCES and not k.startswith("pretrained")}
+    known = network.pretrained_cfg if library == "timm" else {}
+    return {
+        "architecture": known.get("architecture", model.name),
+        "num_classes": len(classes),
+        "label_names": list(classes),
+        "model_args": keys,
+        "pretrained_cfg": {**{k: known[k] for k in _LAYERS & known.keys()}, **images, "num_classes": len(classes)},
+    }
+
+
+def library_of(model: Factory) -> str:
     """The library of a network's function: timm, torchvision, huggingface; empty for others, and for classes."""
     function = resolve(model.use, "model.use")
     top = "" if isinstance(function, type) else str(function.__module__).partition(".")[0]

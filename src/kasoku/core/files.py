@@ -160,6 +160,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return document
 
 
+def json_text(document: object) -> str:
+    """A document as JSON in lines, the last one ended; null stands for a number that is not finite."""
+    finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=1) + "\n"
+
+
 def is_number(value: Any) -> bool:
     """Whether a value from a JSON file is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST

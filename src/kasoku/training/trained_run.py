@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kasoku.config import libraries
 from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError, Job, Solo, say, summary
@@ -51,11 +52,15 @@ class Trained:
 
 
 def load(path: Path, *, precision: Precision | None = None) -> Trained:
-    """A trained run with its best weights, or those of its newest good checkpoint. Raises InputError without any.
+    """A trained run, or a folder for model hubs, with its best weights, or those of its newest good checkpoint.
 
-    `precision`: what it computes in; None: as in training, so that its accuracy is that of the training.
+    `precision`: what it computes in; None: as in training, so that its accuracy is that of the training. Raises
+    InputError without weights, and for files that were changed.
     """
     recipe, data = load_recipe(path), checked_file(path, "data.json")
+    if libraries.library_of(recipe.model) == "huggingface" and (path / "config.json").is_file():  # of a hub
+        own = dataclasses.replace(recipe.model, keys={**recipe.model.keys, "model_name": str(path)})
+        recipe = dataclasses.replace(recipe, model=own)
     try:
         facts = read_json(data)
         shown: dict[str, Any] = {k: tuple(facts[k]) for k in ("classes", "image_size", "mean", "std")}
@@ -70,9 +75,9 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
     weights = checked_file(path, "best.safetensors")
     if not weights.exists():
         saved = newest(path, warn=say)
-        if saved is None:
+        weights = saved / "model.safetensors" if saved else checked_file(path, "model.safetensors")  # of a hub
+        if not weights.exists():
             raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
-        weights = saved / "model.safetensors"
     load_weights(model, weights)
     plain: dict[str, Any] = {"kind": "auto", "compile": False, "graphs": False}
     device = dataclasses.replace(recipe.device, **plain, precision=precision or recipe.device.precision)

@@ -1,6 +1,5 @@
 """The measurement of one batch size, a search, and its result."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import Clock, InputError
-from kasoku.core.files import write_error, write_text
+from kasoku.core.files import json_text, write_error, write_text
 from kasoku.tune.memory_forecast import extrapolate
 
 STEPS, BRIEF = 20, 5  # timed steps of a size: in full, in a brief measurement
@@ -121,8 +120,7 @@ def write_tuning(folder: Path, document: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_error(folder, error) from error
-    finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
-    write_text(folder / "tuning.json", json.dumps(finite, indent=1) + "\n")
+    write_text(folder / "tuning.json", json_text(document))
 
 
 @dataclass
