@@ -1,6 +1,8 @@
 """`save.upload`: the results of a finished training at an address, and what happens when that takes nothing."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from helpers.started import KASOKU, RECIPE, ended
 from helpers.stores import object_store
 from kasoku.cli import main
 from kasoku.data.remote import store
+from kasoku.training.control import Request
 
 SHORT = [
     part
@@ -53,9 +56,8 @@ def test_the_results_are_uploaded_at_the_end_and_nothing_else(memory, tmp_path, 
 
 
 def test_a_stopped_training_uploads_nothing(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "kasoku.training.trainer.Trainer.ended", property(lambda self: setattr(self, "stopped", "SIGTERM") or True)
-    )
+    stop = Request(save=False, stop=signal.SIGTERM)
+    monkeypatch.setattr("kasoku.training.trainer.Trainer.own_request", lambda _: stop)
     train(tmp_path / "run", code=75)
     assert not memory.store
 
@@ -123,7 +125,7 @@ def test_a_missing_package_is_told_before_the_training(tmp_path, monkeypatch, ca
     registry = pytest.importorskip("fsspec.registry", reason="fsspec is missing")
     monkeypatch.setattr(registry, "_registry", {})
     monkeypatch.setattr(registry, "registry", {})
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
     assert main(["train", str(RECIPE), "--set", "save.upload=s3://bucket/x", "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("kasoku: save.upload=s3://bucket/x: ")

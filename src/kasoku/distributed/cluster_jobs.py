@@ -1,8 +1,8 @@
 """The files that `kasoku launch` writes: an sbatch script, a manifest of Kubernetes or Kubeflow, a SkyPilot task.
 
 Note: a pod that is killed is replaced, and reads the last checkpoint. If one dies, the ranks of the others end (exit
-code 4), so all are replaced: each node may fail 6 times, as Kubernetes' own default is. Not counted: pods that were
-evicted, or that saved at a SIGTERM (75). Not repeated: a training that diverged (3), as it would again.
+code 4), so all are replaced, up to 6 times. Not counted: pods that were evicted, or that saved at a SIGTERM (75). Not
+replaced: those of a training that diverged (3), as it would again.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from kasoku.distributed.local_launch import train_arguments
 
 _RECIPE = Path("/run/kasoku/recipe.toml")  # in a pod, whose mount of its folder is in job.json
-_RETRIES = 6  # of each node
+_RETRIES = 6  # as Kubernetes' own default is
 _GRACE_S = 180  # between SIGTERM and the end: enough for a step and a checkpoint
 
 
