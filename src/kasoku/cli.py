@@ -20,7 +20,7 @@ from kasoku.commands.options import CommandArguments, JsonArguments, arguments_o
 _LINE = 1200  # letters of a message, at most
 VERBS = {  # verb: (module of kasoku.commands, help)
     "train": ("train", "train from a recipe, or on a folder of photos"),
-    "launch": ("launch", "train on the GPUs of many machines: local, slurm, kubernetes"),
+    "launch": ("launch", "train on the GPUs of many machines: here, or by Slurm, Kubernetes, Kubeflow, SkyPilot"),
     "tune": ("tune", "find the batch, or the rate, that trains a recipe fastest"),
     "search": ("search", "try settings of a recipe, each in a training of its own (Optuna)"),
     "profile": ("profile", "where the time of a step goes: blocks, operators, gaps, memory"),

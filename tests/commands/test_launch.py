@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.started import KASOKU, RECIPE, clean, ended, port
+from helpers.started import KASOKU, RECIPE, clean, ended, port, wait_for_checkpoints
 from kasoku.cli import main
 from kasoku.commands import launch
 
-SCHEMA = json.loads((Path(__file__).parent.parent / "files" / "kubernetes.json").read_text())
+FILES = [Path(__file__).parent.parent / "files" / f"{name}.json" for name in ("kubernetes", "kubeflow", "skypilot")]
+DEFINITIONS = {name: each for file in FILES for name, each in json.loads(file.read_text())["definitions"].items()}
 FIVE = ["epochs=0.23", "schedule.warmup=0", "device.kind=cpu", "device.threads=1", "evaluate.target=0"]
 SETTINGS = [part for setting in FIVE for part in ("--set", setting)]
 BIN = str(Path(sys.executable).parent)  # where the command `kasoku` is
@@ -29,7 +31,10 @@ KINDS = {
     "Job": "io.k8s.api.batch.v1.Job",
     "Service": "io.k8s.api.core.v1.Service",
     "ConfigMap": "io.k8s.api.core.v1.ConfigMap",
+    "TrainingRuntime": "trainer.kubeflow.org.v1alpha1.TrainingRuntime",
+    "TrainJob": "trainer.kubeflow.org.v1alpha1.TrainJob",
 }
+PODS = ("kubernetes", "kubeflow")  # where pods run
 
 
 def written(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -130,13 +135,13 @@ def test_on_gpus_slurm_is_asked_for_them(capsys):
     assert "gpus-per-node" not in written(capsys, "slurm", str(RECIPE), "--set", "device.kind=cpu")
 
 
-# ---- Kubernetes
+# ---- Kubernetes and Kubeflow
 
 
 def wrong(value: Any, schema: dict[str, Any], at: str) -> Iterator[str]:
     """What in a value is not as its JSON schema says: the part of the standard that the file uses."""
     while "$ref" in schema:
-        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+        schema = DEFINITIONS[schema["$ref"].rpartition("/")[2]]
     types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
     allowed = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
     if not any(type(value) is types[name] for name in allowed):
@@ -156,13 +161,23 @@ def wrong(value: Any, schema: dict[str, Any], at: str) -> Iterator[str]:
         yield f"{at}: {value!r} is none of {schema['enum']}"
 
 
-def manifest(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+def manifest(
+    capsys: pytest.CaptureFixture[str], *arguments: str, where: str = "kubernetes"
+) -> dict[str, dict[str, Any]]:
     """Its objects by kind, each as the published schema wants it."""
-    whole = json.loads(written(capsys, "kubernetes", *arguments))
+    whole = json.loads(written(capsys, where, *arguments))
     assert (whole["apiVersion"], whole["kind"]) == ("v1", "List")
     for thing in whole["items"]:
-        assert not list(wrong(thing, SCHEMA["definitions"][KINDS[thing["kind"]]], thing["kind"]))
+        assert not list(wrong(thing, DEFINITIONS[KINDS[thing["kind"]]], thing["kind"]))
     return {thing["kind"]: thing for thing in whole["items"]}
+
+
+def job_of(things: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The spec of the Job, or of the one that the JobSet of a runtime has."""
+    if "Job" in things:
+        return things["Job"]["spec"]
+    (job,) = things["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    return job["template"]["spec"]
 
 
 def test_the_check_of_manifests_finds_mistakes(capsys):
@@ -171,7 +186,7 @@ def test_the_check_of_manifests_finds_mistakes(capsys):
     job["spec"]["template"]["spec"]["restartPolicy"] = "never"
     job["spec"]["template"]["spec"]["containers"][0]["comand"] = ["x"]
     del job["spec"]["template"]["spec"]["containers"][0]["name"]
-    assert len(list(wrong(job, SCHEMA["definitions"][KINDS["Job"]], "Job"))) == 4
+    assert len(list(wrong(job, DEFINITIONS[KINDS["Job"]], "Job"))) == 4
 
 
 def test_the_manifest_is_whole(capsys):
@@ -201,16 +216,33 @@ def test_the_manifest_is_whole(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_in_no_volume_is_warned_of(capsys):
-    assert main(["launch", "kubernetes", str(RECIPE)]) == 0
+def test_the_train_job_has_the_pods_of_the_manifest(capsys):
+    arguments = [str(RECIPE), "--nodes", "2", "--gpus-per-node", "4", "--mount", "runs:/runs", "--name", "mine"]
+    plain, things = manifest(capsys, *arguments), manifest(capsys, *arguments, where="kubeflow")
+    assert list(things) == ["ConfigMap", "TrainingRuntime", "TrainJob"]  # a TrainJob is refused before its runtime
+    reference, runtime = things["TrainJob"]["spec"]["runtimeRef"], things["TrainingRuntime"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    assert things["TrainJob"]["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 2
+    job, (container,) = job_of(things), job_of(things)["template"]["spec"]["containers"]
+    assert container.pop("name") == "node"  # which the trainer looks for
+    assert container["env"].pop(0) == {"name": "MASTER_ADDR", "value": "mine-node-0-0.mine"}
+    (same,) = job_of(plain)["template"]["spec"]["containers"]
+    del same["env"][0], same["name"], plain["Job"]["spec"]["template"]["spec"]["subdomain"]
+    assert job == plain["Job"]["spec"]
+    assert things["ConfigMap"] == plain["ConfigMap"]
+
+
+@pytest.mark.parametrize("where", [*PODS, "skypilot"])
+def test_a_run_in_no_volume_is_warned_of(where, capsys):
+    assert main(["launch", where, str(RECIPE)]) == 0
     said = capsys.readouterr().err
-    assert said.startswith("kasoku: /runs/digits-cnn-98 is lost with its pod: ")
+    assert said.startswith("kasoku: /runs/digits-cnn-98 is lost with its container: ")
     assert said.count("\n") == 1
 
 
 def pods(things: dict[str, dict[str, Any]]) -> tuple[list[str], list[dict[str, str]]]:
     """The container's command, and the environment of each of its pods."""
-    spec = things["Job"]["spec"]
+    spec = job_of(things)
     (container,) = spec["template"]["spec"]["containers"]
     own = {variable["name"]: variable["value"] for variable in container["env"]}
     index = [{"JOB_COMPLETION_INDEX": str(i)} for i in range(spec["completions"])]
@@ -230,15 +262,93 @@ def run_pods(commands: list[list[str]], environments: list[dict[str, str]]) -> N
     assert [process.returncode for process in running] == [0] * len(running), said
 
 
-@pytest.mark.process
-def test_the_pods_train_as_written_on_loopback(capsys, tmp_path):
-    arguments = ["--nodes", "2", "--gpus-per-node", "1", "--port", str(port()), "--mount", f"runs:{tmp_path}"]
-    things = manifest(capsys, str(RECIPE), *arguments, *SETTINGS, "--out", str(tmp_path / "run"))
-    (tmp_path / "recipe.toml").write_text(things["ConfigMap"]["data"]["recipe.toml"])
+def on_loopback(things: dict[str, dict[str, Any]], folder: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The `pods`, with the recipe where the kubelet would mount it."""
+    (folder / "recipe.toml").write_text(things["ConfigMap"]["data"]["recipe.toml"])
     command, environments = pods(things)
-    here = [word.replace("/run/kasoku", str(tmp_path)) for word in command]  # as the kubelet would mount it
-    run_pods([here] * 2, [{**environment, "MASTER_ADDR": "127.0.0.1"} for environment in environments])
+    here = [word.replace("/run/kasoku", str(folder)) for word in command]
+    return here, [{**environment, "MASTER_ADDR": "127.0.0.1"} for environment in environments]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("where", PODS)
+def test_the_pods_train_as_written_on_loopback(where, capsys, tmp_path):
+    arguments = ["--nodes", "2", "--gpus-per-node", "1", "--port", str(port()), "--mount", f"runs:{tmp_path}"]
+    arguments += [*SETTINGS, "--out", str(tmp_path / "run")]
+    command, environments = on_loopback(manifest(capsys, str(RECIPE), *arguments, where=where), tmp_path)
+    run_pods([command] * 2, environments)
     assert steps(tmp_path / "run") == 5
+
+
+def after_failures(job: dict[str, Any], codes: list[int], failed: int) -> int:
+    """The failures that count once pods ended with these codes, as the Job controller counts them.
+
+    Fails where it would not replace them.
+    """
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # the only one that a podFailurePolicy goes with
+    for code in codes:
+        rules = job["podFailurePolicy"]["rules"]
+        actions = [rule["action"] for rule in rules if code in rule.get("onExitCodes", {}).get("values", ())]
+        action = next(iter(actions), "Count")
+        assert action != "FailJob", code
+        failed += action == "Count"
+    assert failed <= job["backoffLimit"], codes
+    return failed
+
+
+def test_a_pod_is_replaced_unless_its_training_diverged_or_fails_again_and_again(capsys):
+    job = job_of(manifest(capsys, str(RECIPE), "--nodes", "2", "--gpus-per-node", "1"))
+    assert after_failures(job, [75] * 50, 0) == 0  # SIGTERM, after a checkpoint
+    assert after_failures(job, [137, 4] * 6, 0) == 12
+    for codes in ([137, 4] * 6 + [137], [3]):
+        with pytest.raises(AssertionError):
+            after_failures(job, codes, 0)
+    evicted = [rule for rule in job["podFailurePolicy"]["rules"] if "onPodConditions" in rule]
+    assert [(rule["action"], rule["onPodConditions"][0]["type"]) for rule in evicted] == [
+        ("Ignore", "DisruptionTarget")
+    ]
+
+
+def kill_pod(process: subprocess.Popen[str]) -> None:
+    """Kills all processes of a session at once, as the kernel does those of a container."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == process.pid:
+            os.kill(int(status.parent.name), signal.SIGKILL)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes of a pod in /proc")
+@pytest.mark.parametrize("where", PODS)
+def test_a_killed_pod_recovers_by_itself(where, capsys, tmp_path):
+    """A Job controller starts failed pods again after 10 s or more, when the others of them have ended as well."""
+    arguments = ["--nodes", "2", "--gpus-per-node", "1", "--port", str(port()), "--mount", f"runs:{tmp_path}"]
+    arguments += [*SETTINGS, "--set", "epochs=2", "--set", "save.every_steps=1", "--out", str(tmp_path / "run")]
+    things = manifest(capsys, str(RECIPE), *arguments, where=where)
+    command, environments = on_loopback(things, tmp_path)
+    left, failed, ends = dict(enumerate(environments)), 0, []
+    while left:
+        running = {
+            i: subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True, start_new_session=True)
+            for i, each in left.items()
+        }
+        try:
+            if not ends:
+                wait_for_checkpoints([*running.values()], tmp_path / "run")
+                kill_pod(running[1])
+            said = {i: process.communicate(timeout=200)[1] for i, process in running.items()}
+        finally:
+            for process in running.values():
+                kill_pod(process)
+        codes = {i: process.returncode for i, process in running.items()}
+        ends.append({i: code if code > 0 else 128 - code for i, code in codes.items() if code})
+        failed = after_failures(job_of(things), [*ends[-1].values()], failed)
+        left = {i: environments[i] for i in ends[-1]}
+    assert ends == [{0: 4, 1: 137}, {}], said
+    assert steps(tmp_path / "run") == 44
 
 
 def ip(*words: str) -> None:
@@ -287,6 +397,52 @@ def test_the_pods_train_as_written_on_two_hosts(two_hosts, capsys, tmp_path):
     assert steps(tmp_path / "run") == 5
 
 
+# ---- SkyPilot
+
+
+def sky_task(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The task, as the published schema wants it."""
+    task = pytest.importorskip("yaml").safe_load(written(capsys, "skypilot", *arguments))
+    assert not list(wrong(task, DEFINITIONS["sky.Task"], "task"))
+    return task
+
+
+def test_the_sky_task_is_whole(capsys, tmp_path):
+    recipe = tmp_path / 'my "recipe"s.toml'
+    shutil.copy(RECIPE, recipe)
+    arguments = ["--nodes", "2", "--gpus-per-node", "4", "--image", "reg.io:5000/k:1", "--mount", "runs:/runs"]
+    task = sky_task(capsys, str(recipe), *arguments, "--accelerator", "A100", "--name", "mine")
+    resources = task["resources"]
+    assert (task["name"], task["num_nodes"], task["volumes"]) == ("mine", 2, {"/runs": "runs"})
+    assert (resources["accelerators"], resources["image_id"]) == ("A100:4", "docker:reg.io:5000/k:1")
+    assert resources["job_recovery"] == {"max_restarts_on_errors": 6, "recover_on_exit_codes": [75]}
+    assert task["file_mounts"] == {"/run/kasoku/recipe.toml": str(recipe)}
+    assert "--out /runs/mine --continue" in task["run"]
+    on_cpus = sky_task(capsys, str(RECIPE), "--gpus-per-node", "4", "--set", "device.kind=cpu")["resources"]
+    assert (on_cpus["cpus"], "accelerators" in on_cpus) == ("4+", False)
+
+
+def test_the_check_of_tasks_finds_mistakes(capsys):
+    task = sky_task(capsys, str(RECIPE))
+    task["num_nodes"] = "2"
+    task["resources"]["accelerator"] = task["resources"].pop("accelerators")
+    task["resources"]["job_recovery"]["recover_on_exit_codes"] = ["75"]
+    assert len(list(wrong(task, DEFINITIONS["sky.Task"], "task"))) == 3
+
+
+@pytest.mark.process
+def test_the_nodes_of_a_sky_task_train_as_written(capsys, tmp_path):
+    arguments = ["--nodes", "2", "--gpus-per-node", "1", "--port", str(port()), "--mount", f"runs:{tmp_path}"]
+    out = tmp_path / "a\nrun"  # a name that a shell or YAML would take apart
+    task = sky_task(capsys, str(RECIPE), *arguments, *SETTINGS, "--out", str(out))
+    ((there, here),) = task["file_mounts"].items()
+    script = task["run"].replace(there, here)  # as if it were there
+    said = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    places = [clean({**task["envs"], **said, "SKYPILOT_NODE_RANK": str(i)}) for i in range(task["num_nodes"])]
+    run_pods([["bash", "-c", script]] * 2, places)
+    assert steps(out) == 5
+
+
 # ---- local, and what is refused
 
 
@@ -296,7 +452,7 @@ def test_what_is_written_can_go_into_a_file(capsys, tmp_path):
     assert file.read_text() == written(capsys, "slurm", str(RECIPE))
 
 
-@pytest.mark.parametrize("where", ["local", "slurm", "kubernetes"])
+@pytest.mark.parametrize("where", ["local", "slurm", *PODS, "skypilot"])
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
@@ -329,7 +485,10 @@ def refused(command: list[str], pattern: str, capsys: pytest.CaptureFixture[str]
         ("kubernetes", ["--name", "a_b"], r'--name "a_b"'),
         ("kubernetes", ["--name=-a"], r'--name "-a"'),
         ("kubernetes", ["--name", "a" * 62, "--nodes", "2", "--gpus-per-node", "1"], r"at most 61 characters"),
+        ("kubeflow", ["--name", "a" * 49, "--nodes", "2", "--gpus-per-node", "1"], r"at most 48 characters"),
         ("kubernetes", ["--image", "two words"], r'--image "two words"'),
+        ("skypilot", ["--image", "two words"], r'--image "two words"'),
+        ("skypilot", ["--accelerator", "H100: 8"], r'--accelerator "H100: 8": the name of a GPU is wanted'),
         ("kubernetes", ["--mount", "Runs:/runs"], r"--mount Runs:/runs: CLAIM:DIR"),
         ("kubernetes", ["--mount", "runs"], r"--mount runs: CLAIM:DIR"),
         ("kubernetes", ["--port", "70000"], r"--port 70000"),
@@ -378,7 +537,7 @@ def test_bad_input_that_only_ranks_find_is_told_once(tmp_path):
     assert "holds a run already" in said
 
 
-@pytest.mark.parametrize("where", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("where", ["slurm", *PODS, "skypilot"])
 def test_a_recipe_without_the_place_of_its_data_is_refused_before_it_waits_in_a_queue(where, capsys):
     recipe = ["imagenet_resnet50_81920", "--out", "run"]
     refused(["launch", where, *recipe], r"data.root is not given.*--set data.root=", capsys)

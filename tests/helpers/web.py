@@ -40,7 +40,13 @@ class Site:
         self.status = 0  # all requests get this
         self.stalls, self.released = False, threading.Event()  # requests for bytes get nothing
         self.broken = ""  # this page gets a 500
+        self.off_bytes = 0  # what is said of a file's size is wrong by so many
+        self.written = []  # paths, in the order in which they came
+        self.loses = 0  # so many of the next writes are confirmed, and half of their bytes are kept
         self._lock = threading.Lock()
+
+    def start(self, port):
+        self.root = f"http://127.0.0.1:{port}"
 
     def answer(self, request, body):
         path = unquote(request.path).strip("/")
@@ -56,7 +62,7 @@ class Site:
         elif path not in self.files:
             self.send(request, 404, b"not here", body)
         elif body:
-            self.give(request, path)
+            self.give(request, path, self.asked(request))
         else:
             self.send(request, 200, self.files[path], False, self.tag(path))
 
@@ -68,12 +74,20 @@ class Site:
     def tag(self, path):
         return {"ETag": f'"{hashlib.sha256(self.files[path]).hexdigest()[:8]}"'}
 
-    def give(self, request, path):
-        data, status = self.files[path], 200
-        first, stop = 0, len(data)
-        if self.ranges and (asked := request.headers.get("Range")):
-            first, last = asked.removeprefix("bytes=").split("-")
-            first, stop, status = int(first), min(int(last) + 1, stop), 206
+    def size(self, path):
+        """What is said of it."""
+        return len(self.files[path]) + self.off_bytes
+
+    def asked(self, request):
+        """The first byte that a request wants, and the one after the last; None for all of them."""
+        if not self.ranges or not (text := request.headers.get("Range")):
+            return None
+        first, last = text.removeprefix("bytes=").split("-")
+        return int(first), int(last) + 1
+
+    def give(self, request, path, asked):
+        data = self.files[path]
+        status, first, stop = (206, asked[0], min(asked[1], len(data))) if asked else (200, 0, len(data))
         with self._lock:
             self.reads.append((path, first, stop))
             fails, cuts, garbage = self.fails > 0, self.cuts > 0, len(self.reads) - 1 in self.garbage
@@ -88,6 +102,19 @@ class Site:
             self.send(request, 500, b"sorry", True)
         else:
             self.send(request, status, data[first:stop], True, self.tag(path), cut=cuts)
+
+    def take(self, request, path, status=200, *, after=b""):
+        """Keeps the bytes that a request brings, `after` others."""
+        data = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        if self.stalls:
+            self.released.wait(60)
+            request.close_connection = True
+            return
+        with self._lock:
+            loses, self.loses = self.loses > 0, max(0, self.loses - 1)
+            self.written.append(path)
+            self.files[path] = after + (data[: len(data) // 2] if loses else data)
+        self.send(request, status, b"", True, self.tag(path))
 
     def send(self, request, status, data, body, headers=None, cut=False):
         request.send_response(status)
@@ -104,8 +131,8 @@ class Site:
 
 
 @contextlib.contextmanager
-def serving():
-    site = Site()
+def serving(kind=Site):
+    site = kind()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version, timeout, disable_nagle_algorithm = "HTTP/1.1", 60, True
@@ -116,13 +143,19 @@ def serving():
         def do_HEAD(self):
             site.answer(self, False)
 
+        def do_PUT(self):
+            site.answer(self, True)
+
+        def do_POST(self):
+            site.answer(self, True)
+
         def log_message(self, *_):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    site.root = f"http://127.0.0.1:{server.server_port}"
+    site.start(server.server_port)
     try:
         yield site
     finally:

@@ -27,6 +27,8 @@ PLACES = {
     "local": "start this machine's ranks, a process a GPU (or on the CPU)",
     "slurm": "write an sbatch script",
     "kubernetes": "write a manifest: Indexed Job, headless Service, recipe",
+    "kubeflow": "write a manifest for Kubeflow Trainer: TrainJob, its runtime, recipe",
+    "skypilot": "write a SkyPilot task",
 }
 
 
@@ -91,6 +93,15 @@ class KubernetesArguments(LaunchArguments):
     )
     mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
     port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
+
+
+KubeflowArguments = KubernetesArguments
+
+
+class SkypilotArguments(KubernetesArguments):
+    """The arguments of `kasoku launch skypilot`; a claim is the name of a volume of SkyPilot."""
+
+    accelerator: str = option(default="H100", metavar="NAME", help="the GPU, as sky gpus list has it (default: H100)")
 
 
 class TuneArguments(RecipeArguments, JsonArguments):

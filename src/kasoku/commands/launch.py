@@ -1,24 +1,33 @@
-"""`kasoku launch`: the ranks of a training on this machine, as a Slurm job, or as a Kubernetes Job.
+"""`kasoku launch`: the ranks of a training on this machine, or a job for Slurm, Kubernetes, Kubeflow or SkyPilot.
 
-Note: one road. `local` starts this machine's ranks and is all that a Kubernetes pod runs; under Slurm srun starts them.
+Note: one road. `local` starts this machine's ranks and is all that a pod or node runs; under Slurm srun starts them.
 A script or manifest says `--continue`: submitted or started again it goes on from the last checkpoint.
 """
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from kasoku.commands.arguments import PORT, KubernetesArguments, LaunchArguments, LocalArguments, SlurmArguments
+from kasoku.commands.arguments import (
+    PORT,
+    KubernetesArguments,
+    LaunchArguments,
+    LocalArguments,
+    SkypilotArguments,
+    SlurmArguments,
+)
 from kasoku.config import trust
 from kasoku.config.ranks import check_share, ranks_of_member
 from kasoku.config.recipe import Recipe, check_data
 from kasoku.core import InputError, say
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
-from kasoku.distributed.cluster_jobs import LaunchSpec, manifest, sbatch
+from kasoku.distributed.cluster_jobs import LaunchSpec, manifest, sbatch, sky_task
 from kasoku.distributed.environment import Place
 from kasoku.distributed.local_launch import spawn, train_arguments
 
@@ -64,9 +73,9 @@ def run_slurm(arguments: SlurmArguments) -> int:
     return _write(sbatch(job, time=arguments.time, cpus_per_gpu=arguments.cpus_per_gpu, **queue), arguments.write)
 
 
-def run_kubernetes(arguments: KubernetesArguments) -> int:
-    """Writes a manifest; returns the exit code."""
-    job = _cluster_job(arguments, 63 - len(f"-{arguments.nodes - 1}"))  # a pod's host is called NAME-INDEX
+def run_kubernetes(arguments: KubernetesArguments, build: Callable[..., str] = manifest, pod: str = "-{}") -> int:
+    """Writes a manifest, or what `build` makes of the job; returns the exit code. `pod`: its name, after the job's."""
+    job = _cluster_job(arguments, 63 - len(pod.format(arguments.nodes - 1)))
     if not re.fullmatch(r"[\w][\w./:@-]*", arguments.image, re.ASCII):
         raise InputError(f'--image "{arguments.image}": the name of an image is wanted, as registry/name:tag')
     for mount in arguments.mount:
@@ -78,8 +87,20 @@ def run_kubernetes(arguments: KubernetesArguments) -> int:
             raise InputError(f"--mount {mount}: CLAIM:DIR is wanted, a claim's name and an absolute folder")
     out = arguments.out or Path("/runs") / job.name
     if not any(out.is_relative_to(mount.partition(":")[2]) for mount in arguments.mount):
-        say(f"{out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}")
-    return _write(manifest(replace(job, out=out), image=arguments.image, mount=arguments.mount), arguments.write)
+        say(f"{out} is lost with its container: give a volume claim, as --mount CLAIM:{out.parent}")
+    return _write(build(replace(job, out=out), image=arguments.image, mount=arguments.mount), arguments.write)
+
+
+def run_kubeflow(arguments: KubernetesArguments) -> int:
+    """Writes a manifest for Kubeflow Trainer; returns the exit code."""
+    return run_kubernetes(arguments, partial(manifest, kubeflow=True), "-node-0-{}-abcde")
+
+
+def run_skypilot(arguments: SkypilotArguments) -> int:
+    """Writes a SkyPilot task; returns the exit code."""
+    if not re.fullmatch(r"[\w-]+", arguments.accelerator, re.ASCII):
+        raise InputError(f'--accelerator "{arguments.accelerator}": the name of a GPU is wanted, such as H100 or L4')
+    return run_kubernetes(arguments, partial(sky_task, accelerator=arguments.accelerator))
 
 
 def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: int) -> LaunchSpec:

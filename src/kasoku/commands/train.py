@@ -26,7 +26,7 @@ from kasoku.core import Comm, InputError, say
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
-from kasoku.training.run_folder import RunFolder, finished, free_folder, members_of, resumed_recipe, shares_in
+from kasoku.training.run_folder import RunFolder, finished, free_folder, members_of, resumed_recipe, shares_in, upload
 
 if TYPE_CHECKING:
     from kasoku.training.auto_batch import TunedRecipe
@@ -152,7 +152,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         return _preview(arguments, recipe, comm, start)
     if resume and (over := run_on_all_ranks(comm, lambda: finished(folder, recipe))):
         _say_once(comm, f"{folder}: {over}")
-        return 0
+        return _end(comm, None, folder, recipe)
     announced = arguments.data and not arguments.quiet and not resume
     arguments = replace(arguments, quiet=arguments.quiet or comm.rank > 0)
     tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
@@ -169,7 +169,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         result = trainer.fit_in(folder, training, begin, started=started, resume=resume, quiet=quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
         print_table("", result.rows(folder))
-    return _end(comm, result.stopped, folder)
+    return _end(comm, result.stopped, folder, recipe)
 
 
 def _say_once(comm: Comm, line: str) -> None:
@@ -273,7 +273,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     assert_same_on_all_ranks(comm, {"member": [dumps(recipe) for recipe in recipes]})
     if all(over):
         _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
-        return 0
+        return _end(comm, None, folder, recipes[0])
     shown = recipes if arguments.dry_run else recipes[:1] if arguments.plot else []
     for i, recipe in enumerate(shown if comm.rank == 0 else ()):
         preview(recipe, plot=None if i else arguments.plot, show=arguments.dry_run)
@@ -286,11 +286,13 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         stopped = ensemble.train(recipes, paths, comm, started=arguments.started, own_modules=own, quiet=quiet)
     if not stopped:
         ensemble.evaluate(paths, comm, quiet=arguments.quiet)
-    return _end(comm, stopped, folder)
+    return _end(comm, stopped, folder, recipes[0])
 
 
-def _end(comm: Comm, stopped: str | None, folder: Path) -> int:
-    """Says how a training that was stopped goes on; returns the exit code."""
+def _end(comm: Comm, stopped: str | None, folder: Path, recipe: Recipe) -> int:
+    """Uploads the results, or says how a training that was stopped goes on; returns the exit code."""
+    with _advised(folder):
+        upload(comm, folder, "" if stopped else recipe.save.upload)
     if stopped:
         _say_once(comm, f"stopped by {stopped}; {_go_on(folder)}")
     run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first

@@ -20,6 +20,7 @@ from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.core.errors import nearest
 from kasoku.core.schedule import epoch_of
 from kasoku.data import Dataset
+from kasoku.data.remote.store import is_remote
 from kasoku.device import Device
 
 T = TypeVar("T")
@@ -61,21 +62,26 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Save:
-    """The recipe's [save] table: checkpoints.
+    """The recipe's [save] table: checkpoints, and where the results go.
 
     Args:
         every_s: seconds between two checkpoints, 0 or more; 0: not by time.
         every_steps: steps between two checkpoints, 0 or more; 0: not by steps.
         keep: the number of checkpoints that are kept, at least 1.
+        upload: the address (s3://bucket/runs) below which a folder, called as the run folder, gets the results at the
+            end; empty: none.
     """
 
     every_s: float = 300.0
     every_steps: int = 0
     keep: int = 2
+    upload: str = ""
 
     def __post_init__(self) -> None:
         if self.every_s < 0 or self.every_steps < 0 or self.keep < 1:
             raise InputError("every_s and every_steps: 0 or more; keep: at least 1 checkpoint")
+        if self.upload and not is_remote(self.upload):
+            raise InputError(f"upload={self.upload}: an address is wanted, such as s3://bucket/runs")
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class Recipe:
         seed: of all random numbers, 0 or more and below 2^63.
         evaluate: when and how the accuracy is measured.
         device: the device, precision and threads.
-        save: checkpoints.
+        save: checkpoints, and where the results go.
         tune: how the batch is chosen.
     """
 

@@ -14,7 +14,7 @@ from kasoku.data import find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
 from kasoku.training.evaluation import Scores
-from kasoku.training.run_folder import check_same_training, finished, shares_in
+from kasoku.training.run_folder import check_same_training, finished, shares_in, upload
 from kasoku.training.run_state import Result
 from kasoku.training.trainer import build, fit, fit_in
 
@@ -62,13 +62,16 @@ def train(
         folder = Path(out)
         run_on_all_ranks(comm, lambda: check_same_training(folder, recipe))
         if run_on_all_ranks(comm, lambda: finished(folder, recipe)):
+            upload(comm, folder, recipe.save.upload)
             return Result.read(folder)
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=shares))
     if not out:
         return fit(training, None, started=started, quiet=quiet)
     begin = partial(training.describe, import_folders=None if resume else trust.import_folders(None))
-    return fit_in(Path(out), training, begin, started=started, resume=resume, quiet=quiet)
+    result = fit_in(Path(out), training, begin, started=started, resume=resume, quiet=quiet)
+    upload(comm, Path(out), "" if result.stopped else recipe.save.upload)
+    return result
 
 
 def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: Sequence[str] = ()) -> Scores:

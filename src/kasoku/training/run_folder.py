@@ -24,8 +24,9 @@ from torch import nn
 from kasoku.config import trust
 from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, flat_settings, from_document, read_document
 from kasoku.config.toml import table
-from kasoku.core import Comm, InputError, files
+from kasoku.core import Comm, InputError, files, say
 from kasoku.core.files import MANIFEST, check_regular, checked_file, digests_in, is_number, read_json
+from kasoku.data.remote.store import send
 from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
@@ -41,6 +42,7 @@ _REMOVED: dict[str, dict[str, Any]] = {  # settings of older formats: the values
 }
 _TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
+_RESULTS = ("model.safetensors", "result.json", "recipe.toml", "metrics.jsonl", "report.html", ENSEMBLE)
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
 
@@ -172,6 +174,26 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 advice = f"--resume {folder} --set {name}={share} goes on with the same time"
             wrong = "an older version of kasoku wrote it as epochs, and below 1 it is now a share of the training"
             raise InputError(f"{folder}: {name} = {time:g}: {wrong}: {advice}")
+
+
+def upload(comm: Comm, folder: Path, address: str) -> None:
+    """Uploads the results of a run, or of an ensemble and its members; nothing without an address. Collective.
+
+    Only rank 0 does. Raises InputError if it fails: the run is whole, and going on with it uploads again.
+    """
+
+    def send_all() -> None:
+        found = [file for run in (folder, *members_of(folder)) for name in _RESULTS if (file := run / name).is_file()]
+        try:
+            shown = send(address, {f"{folder.resolve().name}/{file.relative_to(folder)}": file for file in found})
+        except InputError as error:
+            error.resumable = True
+            error.args = (f"{error}; not uploaded, but whole in {folder}",)
+            raise
+        say(f"{len(found)} files of results are in {shown}/{folder.resolve().name}")
+
+    with comm.activity.busy() if comm.activity else nullcontext():
+        run_on_all_ranks(comm, lambda: send_all() if address and comm.rank == 0 else None)
 
 
 def unused_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:

@@ -20,6 +20,7 @@ from kasoku.core import Comm, InputError, Job, attributed
 from kasoku.core.comm import default_comm
 from kasoku.data import Dataset, Loader, Shares, loader, sample
 from kasoku.data.datasets.folder_index import OneScan
+from kasoku.data.remote.store import send
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.distributed.consensus import SHARED_ERRORS, assert_same_on_all_ranks, model_facts, run_on_all_ranks
 from kasoku.distributed.environment import place
@@ -201,6 +202,8 @@ def build(
     if recipe.evaluate.stale and not any(technique.renews_statistics for technique in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
     check_share(recipe, comm.size)
+    if recipe.save.upload:
+        send(recipe.save.upload, {})  # a missing package is noticed now
     device_setup = _start_device_and_data(recipe, comm, start, dataset)
     parts = recipe.parts(comm.size)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
@@ -24,6 +25,7 @@ _REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line 
 _PATIENCE_S = 60.0  # a read is repeated for so long if the source does not answer
 TRIES = 4  # to read bytes that are intact
 _REQUEST_S = 20.0  # a longer request is cancelled and sent again
+_SLOWEST = 2.0**20  # bytes a second of an upload, for which it may take longer
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0  # between tries; each wait is twice the one before
 _OPEN = 128  # local files that stay open
 AT_ONCE, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
@@ -196,6 +198,18 @@ class Store:
         self._opened.cache_clear()
 
 
+def send(root: str, files: dict[str, Path]) -> str:
+    """Writes local files to their paths below an address, over what is there; returns the address without its password.
+
+    It is opened even if there are no files, which sends nothing. Errors: as of Store, also for a file that arrives with
+    another size.
+    """
+    far = _Far(root, "save.upload")
+    for path, file in files.items():
+        far.write(path, file)
+    return far.shown
+
+
 class _Opened:
     """A regular file that is open until nobody refers to it any more."""
 
@@ -210,21 +224,25 @@ class _Opened:
 class _Far:
     """A remote root, through fsspec; requests are repeated for a minute. shown: the root without a password."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, setting: str = "root") -> None:
         self.shown = _plain(root.rstrip("/"))
         if "::" in root or root.startswith("reference:"):
-            raise InputError(f"root={self.shown}: an address in an address can run code; give a plain one")
+            raise InputError(f"{setting}={self.shown}: an address in an address can run code; give a plain one")
         self._web = root.startswith(("http://", "https://"))
         try:
             self._system, top = importlib.import_module("fsspec.core").url_to_fs(root)
             self._system.invalidate_cache()  # listings of an earlier store of this process
         except ImportError as error:
             missing = str(getattr(error.__cause__ or error, "name", None) or "fsspec").partition(".")[0]
-            package = "'kasoku[remote]'" if self._web or missing == "fsspec" else missing
-            raise InputError(f"root={self.shown}: {error}; run: pip install {package}") from error
+            extra = "remote" if self._web or missing == "fsspec" else "s3" if missing == "s3fs" else ""
+            package = f"'kasoku[{extra}]'" if extra else missing
+            raise InputError(f"{setting}={self.shown}: {error}; run: pip install {package}") from error
         except Exception as error:  # an unknown protocol, or any error of the source's own package
-            raise InputError(f"root={self.shown}: cannot be opened ({_plain(error)}); check the address") from error
+            raise InputError(
+                f"{setting}={self.shown}: cannot be opened ({_plain(error)}); check the address"
+            ) from error
         self._top = str(top).rstrip("/")
+        self._exact = {"block_size": 1} if root.startswith("webhdfs:") else {}  # else it reads 4 MiB more each time
         self._gave_up_s = 0.0  # when a request last gave up; older requests then give up at their next failure
 
     def look(self, folder: str) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -253,12 +271,24 @@ class _Far:
         """The offset of the bytes, and the bytes: the range, or the whole file if the server supports no ranges."""
 
         def attempt(limit_s: float) -> tuple[int, bytes]:
-            data = bytes(self._request(limit_s, "cat_file", self._address(path), start=start, end=stop))
+            data = bytes(self._request(limit_s, "cat_file", self._address(path), start=start, end=stop, **self._exact))
             if len(data) not in (stop - start, size):
                 raise OSError(f"{len(data)} bytes came, not {stop - start}")
             return (start if len(data) == stop - start else 0), data
 
         return self._ask(path, attempt)
+
+    def write(self, path: str, file: Path) -> None:
+        """Writes a local file. Raises InputError unless the source then has as many bytes."""
+        size = file.stat().st_size
+
+        def attempt(limit_s: float) -> None:
+            limit_s += size / _SLOWEST
+            self._request(limit_s, "put_file", str(file), rpath=self._address(path))
+            if (arrived := self._request(limit_s, "info", self._address(path))["size"]) != size:
+                raise OSError(f"{arrived} bytes arrived, not {size}")
+
+        self._ask(path, attempt)
 
     def _path(self, name: str) -> str:
         """The path of a listed name relative to the root; empty for hidden files, other sites and a page's links."""
