@@ -66,7 +66,7 @@ NO_ROW = {
     "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",
     "Pretrained": "needs a file of weights: tests/models",
     "Shares": "needs a loader of kasoku.data and ranks: tests/data/test_shares.py",
-    "RandAugment": "needs images, not tensors: tests/data/test_randaugment.py",
+    "Transforms": "needs images, not tensors: tests/data/test_transforms.py",
 }
 
 

@@ -123,7 +123,7 @@ def type_of(hint: Any) -> str:
         return " or ".join(type_of(arg) for arg in args if arg is not type(None))
     if args and origin is not None and issubclass(origin, typing.Collection):
         return "[" + ", ".join("..." if arg is ... else type_of(arg) for arg in args) + "]"
-    if hint is toml.Factory:
+    if hint is toml.Factory or origin is Callable:
         return "table with `use`"
     is_table = isinstance(hint, type) and dataclasses.is_dataclass(hint)
     return _WORDS.get(hint) or (f"table: {hint.__name__}" if is_table else "any")

@@ -26,6 +26,7 @@ MORE_COLOURS = ("#5b7c99", "#b04a4a", "#3d9b9b", "#9a7b4f")
 _ROW_COLOURS = {  # the same in all figures
     "input": COLOURS[4],
     "copy": MORE_COLOURS[3],
+    "transforms": "#7d5a3c",
     "forward": COLOURS[0],
     "backward": COLOURS[5],
     "exposed": COLOURS[1],
