@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "kasoku"
 FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"core"},
-    {"optim", "models", "device", "data", "distributed", "memory"},
+    {"optim", "models", "device", "data", "distributed", "memory", "tracking"},
     {"config"},
     {"tune", "simulate", "report"},
     {"training"},
@@ -30,6 +30,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 4755,
     "distributed": 5575,
     "memory": 2070,
+    "tracking": 210,
     "config": 1510,
     "tune": 1620,
     "simulate": 1640,

@@ -42,6 +42,7 @@ from kasoku.memory import SavedMemory
 from kasoku.models import Pretrained
 from kasoku.optim import EMA, Clip, Lookahead, Rate
 from kasoku.report import Timed
+from kasoku.tracking import Track
 
 SIDE, CLASSES, IMAGES, BATCH = 16, 4, 64, 16
 SHARES = (12, 4)
@@ -332,6 +333,11 @@ def timed(record: Record) -> str:
     return acted(counted and steps.loop_s["forward"] > 0, "no times of the steps")
 
 
+def track(record: Record) -> str:
+    active = [tracker.active for tracker in record.job.trackers]
+    return acted(active == [record.job.comm.rank == 0], f"trackers: {active}")
+
+
 def virtual_ranks(record: Record) -> str:
     groups = {vars(m)["steer"].images for m in record.job.model.modules() if "steer" in vars(m)}
     moved = record.trained["second.norm.running_mean"].any()
@@ -431,6 +437,7 @@ MEMBERS = [
     Member(Seeded(seed=3), "another random state in every step", seeded),
     Member(Shares(SHARES), "unequal batches on the ranks", shares),
     Member(Timed(), "the times of every step", timed),
+    Member(Track("tensorboard"), "a tracker in `job.trackers`, which rank 0 opens", track),
     Member(
         Transforms((jittered,)),
         "other images than the loader gives without it",

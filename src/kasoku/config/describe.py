@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kasoku import core, data, device, distributed, memory, models, optim
+from kasoku import core, data, device, distributed, memory, models, optim, tracking
 from kasoku.config import toml
 from kasoku.config.recipe import Evaluate, Recipe, Save, Tune
 from kasoku.config.shipped import RECIPES
@@ -33,7 +33,7 @@ _SECTIONS = {  # title: what a function returns, or a class is a subclass of; th
     "optimizers": (Optimizer, (optim,)),
     "losses": (Tensor, (optim,)),
     "schedules": (core.Schedule, (core,)),
-    "techniques": (core.Technique, (models, device, memory, data, optim, distributed)),
+    "techniques": (core.Technique, (models, device, memory, data, optim, distributed, tracking)),
     "bucket plans": (distributed.Policy, (distributed,)),
     "reducers": (distributed.Reducer, (distributed,)),
 }
