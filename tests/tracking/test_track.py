@@ -25,14 +25,12 @@ class Fake:
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
-        self.connected = threading.Event()
         self.in_call = threading.Event()
         self.go_on = threading.Event()
         self.go_on.set()
 
     def __call__(self, technique: Track, name: str, settings) -> "Fake":
         self.calls.append(("open", technique.project, name, dict(settings)))
-        self.connected.set()
         return self
 
     def metrics(self, step: int, values) -> None:
@@ -79,8 +77,9 @@ def test_calls_arrive_in_order_and_the_files_come_last(fake, tmp_path, capsys):
 def test_a_tracker_that_hangs_holds_nobody_up(fake, tmp_path, capsys):
     fake.go_on.clear()
     tracker = opened(tmp_path)
-    assert fake.connected.wait(FOREVER_S)
-    for step in range(3000):  # more than the queue holds
+    tracker.metrics(0, {"loss": 1.0})
+    assert fake.in_call.wait(FOREVER_S)
+    for step in range(1, 3000):  # more than the queue holds
         tracker.metrics(step, {"loss": 1.0})
     tracker.close(0.0)
     assert len(fake.calls) == 1
@@ -197,7 +196,7 @@ def test_a_server_is_used_where_it_answers_and_never_offline(monkeypatch):
 
 
 def trained(where: Path, name: str, *techniques: dict[str, object]) -> Path:
-    """The run folder of 20 steps on the digits."""
+    """The run folder of some 20 steps on the digits."""
     recipe, run = where / f"{name}.toml", where / name
     document = {
         "epochs": 20 * 64 / 1437,
@@ -229,7 +228,8 @@ def test_a_training_sends_its_metrics_recipe_ledger_and_page(fake, tmp_path, mon
         assert values.items() >= {k: v for k, v in line.items() if k not in ("step", "epoch", "time_s")}.items()
     assert any("test_top1" in values for _, _, values in metrics)
     rows = json.loads((run / "ledger.json").read_text())["rows"]
-    assert ledger == ("metrics", 20, {f"ledger/{row}": s for row, s in rows.items()})
+    steps = json.loads((run / "result.json").read_text())["steps"]
+    assert ledger == ("metrics", steps, {f"ledger/{row}": s for row, s in rows.items()})
     assert end == ("end", ["recipe.toml", "result.json", "ledger.json", "report.html"])
     assert "<html" in (run / "report.html").read_text()
 
