@@ -179,6 +179,7 @@ def test_images_for_tests_and_statistics_are_not_transformed(photos, tmp_path):
 def test_no_transform_is_identity_bit_for_bit():
     plain, neutral = job_on(), job_on(Transforms())
     for job in (plain, neutral):
+        torch.manual_seed(3)  # of the dropout
         train(job, 8)
     assert_same(weights(plain), weights(neutral))
 

@@ -21,7 +21,7 @@ from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
 
 _READ_S, _SHOWN_S = 0.5, 0.2
-_LEAST_END_S = 5.0  # for trackers, at the end of a short training
+_LEAST_END_S = 15.0  # for trackers, at the end of a short training
 
 
 class Metrics:
