@@ -199,8 +199,9 @@ _BACKENDS = {"wandb": _Wandb, "trackio": _Wandb, "mlflow": _Mlflow, "tensorboard
 def _answers(server: str, track: Track) -> bool:
     """Whether a server may be used, and can be reached."""
     at = urlsplit(server)
-    try:
-        port = at.port or (80 if at.scheme == "http" else 443)
-        return not track.offline and socket.create_connection((at.hostname or "", port), _CONNECT_S).close() is None
-    except OSError:
-        return False
+    port = at.port or (80 if at.scheme == "http" else 443)
+    with suppress(OSError):
+        if not track.offline:
+            socket.create_connection((at.hostname or "", port), _CONNECT_S).close()
+            return True
+    return False

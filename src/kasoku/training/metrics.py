@@ -56,8 +56,9 @@ class Metrics:
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
         self._began_s, self._first_step = self.job.clock.now(), True
-        for tracker in self.job.trackers if run else ():
-            tracker.open(run.path, flat_settings(table(state.recipe)))
+        for tracker in self.job.trackers:
+            if run:
+                tracker.open(run.path, flat_settings(table(state.recipe)))
 
     def close(self) -> None:
         self.bar.close()

@@ -101,7 +101,7 @@ class _OwnGenerators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has this thread's random operators draw from generators of its own, one a device, all of the same seed."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.generators = seed, dict[torch.device, torch.Generator]()
 
     def __torch_dispatch__(

@@ -270,8 +270,8 @@ class _Iteration:
 
 def _grey(images_NHWC: torch.Tensor) -> torch.Tensor:
     """Luma (ITU-R 601-2) of RGB values, rounded as Pillow rounds it: (N, H, W, 1), uint8."""
-    red_NHW1, green_NHW1, blue_NHW1 = images_NHWC.int().split(1, dim=3)
-    return ((19595 * red_NHW1 + 38470 * green_NHW1 + 7471 * blue_NHW1 + 2**15) >> 16).to(torch.uint8)
+    red_NHW, green_NHW, blue_NHW = images_NHWC.int().unbind(3)
+    return ((19595 * red_NHW + 38470 * green_NHW + 7471 * blue_NHW + 2**15) >> 16).to(torch.uint8)[..., None]
 
 
 @dataclass(eq=False)
