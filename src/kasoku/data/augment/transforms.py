@@ -35,8 +35,8 @@ class Transforms(Technique, stage=Stage.DATA, changes_pixels=True, in_sandbox=Fa
             or batch (on the training device).
 
     Saves: epochs to an accuracy that the network without it only reaches with more images.
-    Costs: with "image" about a millisecond a 224x224 image and transform on one CPU core; accuracy where epochs are
-        few. Augment and Mix are many times as fast.
+    Costs: several passes over each image in Python, on one CPU core; accuracy where epochs are few. Augment and Mix
+        cost far less.
     Ref: RandAugment: Cubuk et al. 2019 (arXiv 1909.13719); TrivialAugment: Mueller & Hutter 2021 (arXiv 2103.10158);
         AugMix: Hendrycks et al. 2019 (arXiv 1912.02781).
     """
