@@ -31,7 +31,6 @@ NAMES = {
     "folder": "kasoku.data.folder",
     "pack": "kasoku.data.shards",
     "augment": "kasoku.data.Augment",
-    "randaugment": "kasoku.data.RandAugment",
     "mix": "kasoku.data.Mix",
     "low resolution": "kasoku.data.LowResolution",
     "grow": "kasoku.data.GrowBatch",
@@ -135,7 +134,7 @@ CASES = {
     ),
     "folder": Case(on_photos(), techniques=(CROP,)),
     "pack": Case(on_photos("pack"), techniques=(CROP,)),
-    "randaugment_mix": Case(on_photos(), techniques=(use("randaugment"), CROP, use("mix"))),
+    "mix": Case(on_photos(), techniques=(CROP, use("mix"))),
     "growing_batch": Case(
         on_digits(epochs=3 + 6 / (DIGIT_BATCHES // 2)),
         techniques=(SHIFT, use("grow", schedule=use("step", milestones=[1.0], gamma=2.0))),

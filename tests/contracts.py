@@ -22,6 +22,7 @@ from kasoku.testing.toy import evaluated as judged
 from kasoku.testing.toy import toy_job as make
 from kasoku.testing.toy import toy_optimizer as rule
 from kasoku.testing.toy import train_toy as train
+from kasoku.tracking import Track
 
 __all__ = [
     "NO_ROW",
@@ -55,6 +56,7 @@ ROWS = [
     Row(SavedMemory(factor=1, show=False), neutral=SavedMemory(factor=1, lossless=True, show=False)),
     Row(Seeded(seed=3), neutral=Seeded(seed=3)),
     Row(Timed(), neutral=Timed()),
+    Row(Track("tensorboard"), neutral=Track("tensorboard")),
     Row(VirtualRanks(norm_batch=8, average=0.5), neutral=VirtualRanks()),
 ]
 NO_ROW = {
@@ -66,7 +68,7 @@ NO_ROW = {
     "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",
     "Pretrained": "needs a file of weights: tests/models",
     "Shares": "needs a loader of kasoku.data and ranks: tests/data/test_shares.py",
-    "RandAugment": "needs images, not tensors: tests/data/test_randaugment.py",
+    "Transforms": "needs images, not tensors: tests/data/test_transforms.py",
 }
 
 

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "kasoku"
 FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"core"},
-    {"optim", "models", "device", "data", "distributed", "memory"},
+    {"optim", "models", "device", "data", "distributed", "memory", "tracking"},
     {"config"},
     {"tune", "simulate", "report"},
     {"training"},
@@ -23,18 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2110,
+    "core": 2115,
     "optim": 1120,
     "models": 970,
     "device": 585,
-    "data": 5010,
+    "data": 4930,
     "distributed": 5535,
     "memory": 2070,
-    "config": 1540,
+    "tracking": 215,
+    "config": 1545,
     "tune": 1605,
     "simulate": 1620,
-    "report": 2365,
-    "training": 2440,
+    "report": 2375,
+    "training": 2460,
     "commands": 2030,
     "testing": 625,
 }

@@ -77,7 +77,7 @@ def test_no_batch_of_bytes_is_kept_while_the_next_is_made(monkeypatch):
     batches, seen = loader(digits(), "train", 8), []
 
     def run(pipeline, epoch, part_numbers, trace):
-        for _ in range(3):
+        for _ in zip(range(3), part_numbers, strict=False):
             assert all(images() is None for images in seen)
             images_NHWC = torch.zeros((8, 8, 8, 1), dtype=torch.uint8)
             seen.append(weakref.ref(images_NHWC))

@@ -197,7 +197,10 @@ def test_a_loader_left_early_goes_on_as_if_it_were_not():
 def test_draws_follow_the_loaders_seed_and_leave_every_generator_alone():
     def shares(seed: int) -> list[float]:
         source, y_N = loader(digits(), "train", 96, seed=seed), torch.arange(96)
-        source.executor.run = lambda *_: ((torch.zeros(96, 8, 8, 1).byte(), y_N, y_N) for _ in range(3))
+        zeros = torch.zeros(96, 8, 8, 1).byte()
+        source.executor.run = lambda _, epoch, numbers, trace: (
+            (zeros, y_N, y_N) for _ in zip(range(3), numbers, strict=False)
+        )
         job = Job(nn.Flatten(), sgd, loader=source, loss=own_or_not).apply(MIXUP)
         return [job.loss(None, y).item() for _, y in job.loader]
 

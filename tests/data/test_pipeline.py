@@ -6,7 +6,8 @@ import torch
 from PIL import Image
 
 from kasoku.core import InputError, Job
-from kasoku.data import Augment, GrowBatch, Pipeline, RandAugment, digits, folder, loader
+from kasoku.data import Augment, GrowBatch, Pipeline, Transforms, digits, folder, loader
+from kasoku.data.augment.transforms import Vary
 from kasoku.optim import sgd
 
 OTHER = {
@@ -25,7 +26,7 @@ OTHER = {
     "cores_shared_by": 2,
     "cache_bytes": 0,
     "device": torch.device("meta"),
-    "vary": lambda images_NHWC, index_N, epoch: images_NHWC,
+    "vary": Vary((torch.nn.Identity(),), 0, True),
     "augment": Augment(flip="random"),
     "dtype": torch.bfloat16,
 }
@@ -86,7 +87,8 @@ def test_an_augmentation_that_does_not_fit_changes_nothing():
 def test_a_job_gives_the_pipeline_back_when_it_is_closed():
     batches = loader(digits(), "train", 8)
     before = batches.pipeline.settings
-    job = Job(torch.nn.Flatten(), sgd, loader=batches).apply(Augment(flip="random"), GrowBatch(), RandAugment())
+    varied = (Augment(flip="random"), GrowBatch(), Transforms((torch.nn.Identity(),)))
+    job = Job(torch.nn.Flatten(), sgd, loader=batches).apply(*varied)
     assert batches.pipeline.settings != before
     job.close()
     assert batches.pipeline.settings == before

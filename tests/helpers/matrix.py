@@ -156,7 +156,7 @@ STACKS = {
     "small images in seconds": stack(
         "Augment", "Seeded", "ChannelsLast", "Rate", "Lookahead", "Overlap", "VirtualRanks"
     ),
-    "photos of your own": stack("Pretrained", "Augment", "RandAugment", "Mix", "Rate", "EMA", "Seeded", "Overlap"),
+    "photos of your own": stack("Pretrained", "Augment", "Transforms", "Mix", "Rate", "EMA", "Seeded", "Overlap"),
     "fewer pixels, then larger batches": stack(
         "LowResolution", "GrowBatch", "Rate", "VirtualRanks", "Recalibrate", "Overlap", "Timed"
     ),

@@ -33,7 +33,7 @@ from torch.nn import functional
 import kasoku
 from helpers.graphs import captured_on_cpu
 from kasoku.core import Job, Linear, StepDecay, Technique, backward_updates
-from kasoku.data import Augment, Dataset, Decoding, GrowBatch, LowResolution, Mix, RandAugment, Shares
+from kasoku.data import Augment, Dataset, Decoding, GrowBatch, LowResolution, Mix, Shares, Transforms
 from kasoku.data.datasets.base import Memory
 from kasoku.data.decode import nvjpeg
 from kasoku.device import Autocast, ChannelsLast, Compile, Graphs, LossScale, Seeded
@@ -42,6 +42,7 @@ from kasoku.memory import SavedMemory
 from kasoku.models import Pretrained
 from kasoku.optim import EMA, Clip, Lookahead, Rate
 from kasoku.report import Timed
+from kasoku.tracking import Track
 
 SIDE, CLASSES, IMAGES, BATCH = 16, 4, 64, 16
 SHARES = (12, 4)
@@ -206,6 +207,11 @@ def varied(record: Record, **without: Any) -> str:
     return acted(not same, "the images are those without it")
 
 
+def jittered(x_CHW: Tensor) -> Tensor:
+    """As a transform of torchvision, it draws from torch's global generator."""
+    return (x_CHW * torch.rand(1)).to(torch.uint8)
+
+
 def all_reduce(record: Record) -> str:
     wanted = len(record.learning) + any(isinstance(t, Graphs) for t in record.job.applied)  # running statistics
     return acted(set(record.collectives) == {wanted}, f"{record.collectives} collectives, not {wanted}")
@@ -327,6 +333,11 @@ def timed(record: Record) -> str:
     return acted(counted and steps.loop_s["forward"] > 0, "no times of the steps")
 
 
+def track(record: Record) -> str:
+    active = [tracker.active for tracker in record.job.trackers]
+    return acted(active == [record.job.comm.rank == 0], f"trackers: {active}")
+
+
 def virtual_ranks(record: Record) -> str:
     groups = {vars(m)["steer"].images for m in record.job.model.modules() if "steer" in vars(m)}
     moved = record.trained["second.norm.running_mean"].any()
@@ -413,7 +424,6 @@ MEMBERS = [
     Member(Mix(), "a partner for every label", lambda r: acted(all(r.mixed), "labels without partners"), None),
     Member(Overlap(BUCKETS), "a collective for each chunk; updates that wait for the next forward", overlap),
     Member(Pretrained("of a file", freeze=1), "a first block as in the file", pretrained),
-    Member(RandAugment(), "other images than the loader gives without it", lambda record: varied(record, vary=None)),
     Member(RATE, "the schedule's rate after every step", rate),
     Member(Recalibrate(images=32), "other running statistics in the evaluation", recalibrate),
     Member(
@@ -427,6 +437,12 @@ MEMBERS = [
     Member(Seeded(seed=3), "another random state in every step", seeded),
     Member(Shares(SHARES), "unequal batches on the ranks", shares),
     Member(Timed(), "the times of every step", timed),
+    Member(Track("tensorboard"), "a tracker in `job.trackers`, which rank 0 opens", track),
+    Member(
+        Transforms((jittered,)),
+        "other images than the loader gives without it",
+        lambda record: varied(record, vary=None),
+    ),
     Member(VIRTUAL, "groups of exactly `norm_batch` images, equal statistics on the ranks", virtual_ranks),
 ]
 BY_NAME = {member.name: member for member in MEMBERS}

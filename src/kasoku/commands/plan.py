@@ -30,7 +30,7 @@ from kasoku.training.run_folder import load_recipe, output_folder
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BEFORE = "before the first step"  # the item of all rows that are not below
 _ITEMS = {  # row of a plan or of a run's ledger: item of their comparison
-    **dict.fromkeys(("input", "copy"), "input"),
+    **dict.fromkeys(("input", "copy", "transforms"), "input"),
     **dict.fromkeys(("forward", "backward", "update"), "computing"),
     "exposed": "exposed communication",
     "evaluate": "evaluation",

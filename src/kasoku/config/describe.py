@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kasoku import core, data, device, distributed, memory, models, optim
+from kasoku import core, data, device, distributed, memory, models, optim, tracking
 from kasoku.config import toml
 from kasoku.config.recipe import Evaluate, Recipe, Save, Tune
 from kasoku.config.shipped import RECIPES
@@ -33,7 +33,7 @@ _SECTIONS = {  # title: what a function returns, or a class is a subclass of; th
     "optimizers": (Optimizer, (optim,)),
     "losses": (Tensor, (optim,)),
     "schedules": (core.Schedule, (core,)),
-    "techniques": (core.Technique, (models, device, memory, data, optim, distributed)),
+    "techniques": (core.Technique, (models, device, memory, data, optim, distributed, tracking)),
     "bucket plans": (distributed.Policy, (distributed,)),
     "reducers": (distributed.Reducer, (distributed,)),
 }
@@ -123,7 +123,7 @@ def type_of(hint: Any) -> str:
         return " or ".join(type_of(arg) for arg in args if arg is not type(None))
     if args and origin is not None and issubclass(origin, typing.Collection):
         return "[" + ", ".join("..." if arg is ... else type_of(arg) for arg in args) + "]"
-    if hint is toml.Factory:
+    if hint is toml.Factory or origin is Callable:
         return "table with `use`"
     is_table = isinstance(hint, type) and dataclasses.is_dataclass(hint)
     return _WORDS.get(hint) or (f"table: {hint.__name__}" if is_table else "any")

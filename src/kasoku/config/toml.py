@@ -72,6 +72,9 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     parts = dotted.split(".")
     if len(parts) < 2 or not all(parts):
         raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
+    if parts[0] == "kasoku" and parts[-1] == "RandAugment":
+        instead = 'use kasoku.data.Transforms with transforms = [{use = "torchvision.transforms.v2.RandAugment"}]'
+        raise InputError(f'{path} = "{dotted}": was removed: {instead}')
     trust.check_name(dotted, path)
     thing = _lookup(dotted, path)
     trust.check_callable(thing, dotted, path)
@@ -248,6 +251,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return value
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, path)
+    if origin is Callable and isinstance(value, Mapping):
+        return _build(Factory, value, path)
     if origin is Literal:
         if value not in args or isinstance(value, bool) != any(isinstance(a, bool) for a in args if a == value):
             raise InputError(f"{path} = {inline(value)}: one of {', '.join(inline(a) for a in args)}")

@@ -83,6 +83,7 @@ class Job:
         self.patches = Patches()
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}
+        self.trackers: tuple[Any, ...] = ()  # of experiments, which take the metrics: see kasoku.tracking
         self.steps = 0
         self._since: tuple[float, ...] = (0, 0.0)  # steps and epochs when the length of an epoch changed last
         self._make_optimizer = optimizer

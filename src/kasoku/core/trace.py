@@ -1,6 +1,6 @@
 """Spans of time with a kind and a name. Real and simulated runs emit the same ones; one report draws both."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ class Trace:
     """The spans of one rank, the last `keep` of them.
 
     Attributes: `follower`: called at each change, with the kinds of the open spans (the phase first, the innermost span
-        last), and the name and bytes of the span that began, "" and 0 where one ended.
+        last), and the name and bytes of the span that began, "" and 0 where one ended. `beside`: seconds of work of
+        other threads by kind, which no span holds.
     """
 
     def __init__(self, clock: Clock, *, rank: int = 0, keep: int = 10_000) -> None:
@@ -37,6 +38,7 @@ class Trace:
         self.rank = rank
         self.spans: deque[Span] = deque(maxlen=keep)
         self.follower: Follower = lambda *_: None
+        self.beside: defaultdict[str, float] = defaultdict(float)
         self._open = [""]
         self._transfers: deque[tuple[str, float, int, Work]] = deque()  # name, start, bytes, work
 

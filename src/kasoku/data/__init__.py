@@ -3,7 +3,7 @@
 from kasoku.data.augment.basic import Augment, Transform, normalise
 from kasoku.data.augment.growth import GrowBatch, LowResolution
 from kasoku.data.augment.mixup import Mix
-from kasoku.data.augment.randaugment import RandAugment
+from kasoku.data.augment.transforms import Transforms
 from kasoku.data.datasets.base import PUBLISHED, Dataset, Encoded, Facts, Files, Items, Memory, Split, digits
 from kasoku.data.datasets.cifar import cifar10, cifar100
 from kasoku.data.datasets.folder import find_images, folder, imagenet
@@ -34,10 +34,10 @@ __all__ = [
     "Memory",
     "Mix",
     "Pipeline",
-    "RandAugment",
     "Shares",
     "Split",
     "Transform",
+    "Transforms",
     "by_speed",
     "cifar10",
     "cifar100",

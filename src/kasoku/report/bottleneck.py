@@ -93,7 +93,7 @@ def find_bottlenecks(
     if not steps or not all(steps):
         return []
     whole_s = max(1e-9, statistics.median(sum(step.values()) for step in steps))
-    usual = {row: statistics.median(step[row] for step in steps) for row in steps[0]}
+    usual = {row: statistics.median(step.get(row, 0.0) for step in steps) for row in steps[0]}
     if transfer_s is None:
         transfer_s = min(step["exposed"] for step in steps)
     candidates = [
@@ -119,12 +119,15 @@ def _of_all_ranks(
     usual: Step, whole_s: float, facts: StepFacts, bounds: Mapping[str, float], transfer_s: float
 ) -> Iterator[StepBottleneck | None]:
     """The causes that hold up every rank alike; `transfer_s`: the least wait of any rank."""
-    images_s = usual["input"] + usual["copy"]
+    transforms_s = usual.get("transforms", 0.0)
+    images_s = usual["input"] + usual["copy"] + transforms_s
     copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * images_s else ""
+    copying += f", {_ms(transforms_s)} of it in Transforms" if transforms_s > 0.1 * images_s else ""
     gain = whole_s / max(whole_s - images_s, 1e-9)
     much = f"without it {gain:.1f} times as fast" if gain < 100 else "without it many times as fast"
     line = f"{_of(images_s, whole_s)} waits for its images{copying}; {much}"
     remedy = "pack the images once (kasoku pack), keep them in memory, or give decoding more cores"
+    remedy = "use Augment and Mix in place of Transforms" if transforms_s > 0.5 * images_s else remedy
     yield _cause("input-bound", images_s, whole_s, line, remedy)
 
     line = f"{_of(transfer_s, whole_s)} waits for gradients in transfer, on every rank"

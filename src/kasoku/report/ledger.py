@@ -13,7 +13,7 @@ import torch
 
 from kasoku.core import Comm, Trace
 from kasoku.report.bottleneck import StepFacts, find_bottlenecks
-from kasoku.report.phase_timer import APART, STEP, Steps
+from kasoku.report.phase_timer import APART, Steps
 
 _STREAM = {"input": "input", "copy": "input", "transfer": "link"}  # transfers run beside the rank's own work
 _TIMELINE_RANKS = 16
@@ -25,7 +25,8 @@ class Ledger:
 
     `started`: when the process started, on the trace's clock. `setup`: seconds of each task before the loop; the rest
     until now is the row "run folder"; None: all of that time is "other". `beside`: of start-up tasks that overlapped
-    others, which no row counts. `earlier`: the rows of the earlier parts of a resumed training.
+    others, which no row counts; `document` adds those of the trace. `earlier`: the rows of the earlier parts of a
+    resumed training.
     """
 
     def __init__(
@@ -49,20 +50,21 @@ class Ledger:
         """Seconds by row since the process started, earlier parts of a resumed training included."""
         rows = {**self.setup, **self._loop()}
         rows["other"] = self.clock.now() - self.started - sum(s for row, s in rows.items() if row != "other")
-        first = [row for row in (self.earlier | rows) if row not in (*STEP, *APART, "compile")]
+        step_rows = self.steps.step_rows
+        first = [row for row in (self.earlier | rows) if row not in (*step_rows, *APART, "compile")]
         shown = [row for row in APART if row != APART[2] or rows.get(row) or self.earlier.get(row)]
-        names = [*first, "compile", *STEP[:-1], *shown, "other"]
+        names = [*first, "compile", *step_rows[:-1], *shown, "other"]
         return {row: rows.get(row, 0.0) + self.earlier.get(row, 0.0) for row in names}
 
     def training_s(self) -> float:
         """Seconds of all steps, earlier parts included."""
         rows = self.rows()
-        return sum(rows[row] for row in ("compile", *STEP))
+        return sum(rows[row] for row in ("compile", *self.steps.step_rows))
 
     def mean_s(self) -> dict[str, float]:
         """The mean step of this part by row; a median would hide an input that stalls at times. Empty before any."""
         loop, count = self._loop(), self.steps.count
-        return {row: loop[row] / count for row in STEP} if count else {}
+        return {row: loop[row] / count for row in self.steps.step_rows} if count else {}
 
     def starved(self) -> float:
         """The share of the time since the loop began in which this thread was ready but had no core; 0: unknown."""
@@ -93,7 +95,7 @@ class Ledger:
         ledger = {
             "wall_s": round(sum(rows.values()), 3),
             "rows": rows,
-            "beside": _rounded(self.beside),
+            "beside": _rounded(self.beside | self.trace.beside),
             "step_s": {row: round(s, 7) for row, s in ranks[0]["step_s"].items()},
             "bounds": bounds or {},
             "verdict": [asdict(cause) for cause in causes],
@@ -105,10 +107,10 @@ class Ledger:
     def _loop(self) -> dict[str, float]:
         """Seconds of this part since the loop began: compile, the rows of a step, evaluation, checkpoints."""
         steps, spent_s = self.steps, self.steps.host_s()
-        loop = {row: spent_s.get(row, 0.0) for row in STEP}
+        loop = {row: spent_s.get(row, 0.0) for row in steps.step_rows}
         if steps.device.type == "cuda":  # divided as the device's time was
             device_s, host_s = sum(steps.loop_s.values()), sum(loop.values())
-            loop = {row: host_s * steps.loop_s[row] / device_s if device_s else 0.0 for row in STEP}
+            loop = {row: host_s * steps.loop_s[row] / device_s if device_s else 0.0 for row in loop}
             loop["other"] += 0.0 if device_s else host_s
         warm = {row: min(s, loop[row]) for row, s in steps.warm_s().items()}
         less = {row: s - warm.get(row, 0.0) for row, s in loop.items()}

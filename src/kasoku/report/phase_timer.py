@@ -23,7 +23,8 @@ from kasoku.report.block_timer import follow_blocks
 
 STEP = ("input", "copy", "forward", "backward", "exposed", "update", "other")  # the rows of a step
 APART = ("evaluate", "save", "other members")  # rows beside the steps; the last: of an ensemble trained in turns
-_ROW = {**{row: row for row in STEP}, "wait": "exposed"}  # the row of a phase or of a kind of span
+TRANSFORMS = "transforms"  # a row after "copy", only of steps with such a span
+_ROW = {**{row: row for row in (*STEP, TRANSFORMS)}, "wait": "exposed"}  # the row of a phase or of a kind of span
 _BLOCK_ROWS = ("forward", "backward")  # rows that are divided by block
 _WARM = ("forward", "backward", "update")  # rows in which the first step compiles, chooses kernels, allocates memory
 _MEDIAN_STEPS = 1000
@@ -104,6 +105,11 @@ class Steps:
         self._device_s = 0.0  # the device's time at the end of the last step read
         self.begin()
 
+    @property
+    def step_rows(self) -> tuple[str, ...]:
+        """The rows of these steps, in order."""
+        return (*STEP[:2], TRANSFORMS, *STEP[2:]) if TRANSFORMS in self._host_s else STEP
+
     def begin(self) -> None:
         """Starts to count steps anew."""
         self.count, self._since = 0, self.clock.now()
@@ -155,7 +161,7 @@ class Steps:
     def step_s(self) -> dict[str, float]:
         """The median step by row, without the first step unless it is the only one; zeros before any."""
         rows = [*self.rows] or ([self._first] if self._first else [])
-        return {row: statistics.median(step[row] for step in rows) if rows else 0.0 for row in STEP}
+        return {row: statistics.median(s.get(row, 0.0) for s in rows) if rows else 0.0 for row in self.step_rows}
 
     def block_s(self) -> dict[str, float]:
         """The median seconds of each block over the steps that were timed block by block; empty if none was."""
@@ -168,7 +174,7 @@ class Steps:
             Span(mark.row, mark.name or mark.block or mark.row, start, stop, bytes=mark.bytes)
             for marks, moments in self._latest
             for mark, (start, stop) in zip(marks, itertools.pairwise(moments), strict=True)
-            if mark.row in STEP and stop > start
+            if mark.row in self.step_rows and stop > start
         ]
 
     def warm_s(self) -> dict[str, float]:
@@ -202,7 +208,7 @@ class Steps:
             self._free += moments[:-1]  # the last one begins the next step
             moments = [self._device_s + moments[0].elapsed_time(moment) / 1000 for moment in moments]
             self._device_s = moments[-1]
-        row_s, block_s = dict.fromkeys(STEP, 0.0), defaultdict[str, float](float)
+        row_s, block_s = dict.fromkeys(self.step_rows, 0.0), defaultdict[str, float](float)
         for mark, (start, stop) in zip(marks[:-1], itertools.pairwise(moments), strict=True):
             if mark.row in row_s:
                 row_s[mark.row] += stop - start

@@ -8,15 +8,20 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from kasoku.config.recipe import flat_settings
+from kasoku.config.toml import table
+from kasoku.core.files import write_text
 from kasoku.core.hardware import Utilization, cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
 from kasoku.distributed.startup import startup_line
 from kasoku.report import Bar, Ledger, Log, StepBottleneck, facts_of
+from kasoku.report.html import read_run
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
 
 _READ_S, _SHOWN_S = 0.5, 0.2
+_LEAST_END_S = 15.0  # for trackers, at the end of a short training
 
 
 class Metrics:
@@ -51,10 +56,22 @@ class Metrics:
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
         self._began_s, self._first_step = self.job.clock.now(), True
+        for tracker in self.job.trackers:
+            if run:
+                tracker.open(run.path, flat_settings(table(state.recipe)))
 
     def close(self) -> None:
         self.bar.close()
         self.log.close()
+        for tracker in self.job.trackers:
+            tracker.close(max(_LEAST_END_S, 0.01 * self.seconds()), self._write_page)
+
+    def _write_page(self) -> None:
+        """Writes report.html. Raises InputError if plotly or jinja2 is not installed."""
+        from kasoku.report.html.page import page  # takes 0.4 s
+
+        if run := self.state.run:
+            write_text(run.path / "report.html", page([read_run(run.path, run.path.name)]), errors="replace")
 
     # ---- losses
 
@@ -150,7 +167,10 @@ class Metrics:
 
     def note(self, values: dict[str, float]) -> None:
         """Writes values of this step to the log."""
-        self.log.metrics(self.job.steps, self.job.progress, {**values, "seconds": self.seconds()})
+        values = {**values, "seconds": self.seconds()}
+        self.log.metrics(self.job.steps, self.job.progress, values)
+        for tracker in self.job.trackers:
+            tracker.metrics(self.job.steps, {"epoch": self.job.progress, **values})
 
     def say_skipped_images(self) -> None:
         """Shows a line for each split with images that could not be decoded on some rank. Collective."""
@@ -187,6 +207,8 @@ class Metrics:
                 run.write(name, json.dumps(document, indent=1) + "\n")
 
         self.state.write(write)
+        for tracker in self.job.trackers:
+            tracker.metrics(job.steps, {f"ledger/{row}": s for row, s in ledger["rows"].items()})
         for bottleneck in ledger["verdict"][:1]:
             self.bar.say(str(StepBottleneck(**bottleneck)))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")

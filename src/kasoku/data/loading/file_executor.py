@@ -17,12 +17,11 @@ import torch
 
 from kasoku.core import InputError, Trace
 from kasoku.core.hardware import cores
-from kasoku.data.augment.randaugment import grey
 from kasoku.data.datasets.base import Encoded, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
 from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
-from kasoku.data.loading.pipeline import Pipeline
+from kasoku.data.loading.pipeline import Crop, Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, ThreadPool, decode_chunk
 
 _AHEAD = 2  # batches that are decoded while one is used
@@ -108,6 +107,8 @@ class _Iteration:
         self.split, self.skipped = executor.split, executor.skipped
         self.size, self.device = pipeline.dataset.image_size, pipeline.device
         self.read = executor.cached if pipeline.keeps_decoded else executor.split.read
+        self.vary = pipeline.vary if pipeline.varies_in_threads else None
+        self.varied_s: deque[float] = deque()  # seconds of threads, not yet in the trace
         make: Any = torch.cuda.Stream  # copies have a stream of their own, so that computing goes on meanwhile
         self.stream = make(self.device) if self.device.type == "cuda" else None
 
@@ -162,9 +163,18 @@ class _Iteration:
         step = max(1, min(_CHUNK, -(-len(index) // max(1, self.executor.workers))))
         cuts = [slice(start, start + step) for start in range(0, len(index), step)]
         jpegs = nvjpeg.Jpegs(self.size, self.device) if self.pipeline.decoder == "nvjpeg" else None
-        name, submit = self.split.name, self.pool.submit
-        tasks = [submit(decode_chunk, out_NHWC[cut], index[cut], crops[cut], self._source, name, jpegs) for cut in cuts]
+        tasks = [self.pool.submit(self._make, out_NHWC[cut], index[cut], crops[cut], jpegs) for cut in cuts]
         return PendingBatch(images_NHWC, index_N, cuts, tasks, jpegs)
+
+    def _make(self, out_NHWC: np.ndarray, index: list[int], crops: list[Crop], jpegs: nvjpeg.Jpegs | None) -> Bad:
+        """Decodes images into out_NHWC, and transforms them; returns the rows of bad images, with the reasons."""
+        bad = decode_chunk(out_NHWC, index, crops, self._source, self.split.name, jpegs)
+        if self.vary:
+            begin_s = time.perf_counter()
+            for row in [row for row in range(len(index)) if row not in bad]:
+                out_NHWC[row] = self.vary.one(torch.from_numpy(out_NHWC[row]), index[row], self.epoch).numpy()
+            self.varied_s.append(time.perf_counter() - begin_s)
+        return bad
 
     def _source(self, index: int) -> bytes | np.ndarray:
         """What an image is cropped from. Raises InputError at once for one that was bad before."""
@@ -192,7 +202,7 @@ class _Iteration:
                 if batch.jpegs:
                     batch.jpegs.fill(images_NHWC, host[2])
                 if len(self.pipeline.dataset.mean) == 1:
-                    images_NHWC = grey(images_NHWC.permute(0, 3, 1, 2))[..., None].to(torch.uint8)
+                    images_NHWC = _grey(images_NHWC)
                 return (images_NHWC, y_N, index_N), self.stream and self.stream.record_event()
 
     def _arrive(self, moving: Moving) -> RawBatch:
@@ -214,6 +224,8 @@ class _Iteration:
         bad: Bad = {}
         for cut, chunk in zip(batch.cuts, batch.chunks, strict=True):
             bad |= {cut.start + row: error for row, error in chunk.result().items()}
+        while self.varied_s and self.trace:
+            self.trace.beside["transforms"] += self.varied_s.popleft()
         if batch.jpegs:
             failed = batch.jpegs.decode()
             for row, index in enumerate(batch.index_N.tolist()):
@@ -234,7 +246,7 @@ class _Iteration:
     def _crop(self, index: int, image_HWC: torch.Tensor) -> str | None:
         """Decodes an image into image_HWC, now and on the CPU; returns what is wrong with it."""
         crops = self.pipeline.crops(torch.tensor([index]), self.epoch)
-        return decode_chunk(image_HWC.numpy()[None], [index], crops, self._source, self.split.name).get(0)
+        return self._make(image_HWC.numpy()[None], [index], crops, None).get(0)
 
     def _replacement(self, index: int, image_HWC: torch.Tensor) -> int:
         """The next image that can be decoded, written in place of this one."""
@@ -245,6 +257,12 @@ class _Iteration:
                 return other
             self.skipped.add(other, reason)
         raise InputError(f"{self.pipeline.dataset.name}: no image can be decoded: {self.skipped.summary()}")
+
+
+def _grey(images_NHWC: torch.Tensor) -> torch.Tensor:
+    """Luma (ITU-R 601-2) of RGB values, rounded as Pillow rounds it: (N, H, W, 1), uint8."""
+    red_NHW, green_NHW, blue_NHW = images_NHWC.int().unbind(3)
+    return ((19595 * red_NHW + 38470 * green_NHW + 7471 * blue_NHW + 2**15) >> 16).to(torch.uint8)[..., None]
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -119,26 +119,32 @@ class Loader:
         if pipeline.train:
             pipeline.check_augment()
         transform, count = pipeline.transform(), len(pipeline)
-        vary = pipeline.vary if pipeline.train else None
-        ahead: deque[int] = deque()  # shares that are being decoded
+        vary = pipeline.vary if pipeline.train and not pipeline.varies_in_threads else None
+        ahead: deque[tuple[int, int]] = deque()  # the parts that are being decoded: number, rank
 
         def dealt() -> Iterator[tuple[int, int]]:
             while next_share and (share := next_share()) is not None:
                 batch_number, rank = divmod(share, ranks)
-                for part in range(parts):
-                    ahead.append(share)
-                    yield batch_number * parts + part, rank
+                yield from ((batch_number * parts + part, rank) for part in range(parts))
 
-        part_numbers = dealt() if next_share else pipeline.part_numbers(number)
+        def noted(part_numbers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+            for number_and_rank in part_numbers:
+                ahead.append(number_and_rank)
+                yield number_and_rank
+
+        part_numbers = noted(dealt() if next_share else pipeline.part_numbers(number))
         with closing(self.executor.run(pipeline, epoch, part_numbers, self.trace)) as batches:
             for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
                 number += 1
+                at, rank = ahead.popleft()
+                share = at // parts * ranks + rank
                 if vary:
-                    images_NHWC = vary(images_NHWC, index_N, epoch)
+                    with self.trace.span("transforms") if self.trace else nullcontext():
+                        images_NHWC = vary(images_NHWC, index_N, epoch, share * parts + at % parts)
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
                 if next_share:
-                    self.last_share = ahead.popleft()
+                    self.last_share = share
                 else:
                     self.epoch, self.position = (epoch + 1, 0) if number == count else (epoch, number)
                 self.index_N = index_N

@@ -12,6 +12,7 @@ import torch
 
 from kasoku.core.errors import InputError
 from kasoku.data.augment.basic import Augment, Transform, box_draws, centre_box, random_box, stored_side
+from kasoku.data.augment.transforms import Vary
 from kasoku.data.datasets.base import Dataset, Items, Memory, Split
 from kasoku.data.decode.native import Box
 from kasoku.data.loading.shuffle import order_of
@@ -38,7 +39,7 @@ class Pipeline:
         cache_bytes: a set whose decoded images fit is decoded once, to a little more than the size that is wanted, and
             cropped from there; a larger one is decoded anew for every crop, only the part that it needs.
         device: where batches are used.
-        vary: (images_NHWC, index_N, epoch) -> images_NHWC, all uint8; comes before `augment`.
+        vary: runs `Transforms`, before `augment`.
         augment: varies and normalises; its crop is drawn before images are decoded.
         dtype: of the images handed out.
     """
@@ -65,7 +66,7 @@ class Pipeline:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    vary: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
+    vary: Vary | None = None
     augment: Augment = Augment()  # noqa: RUF009 - frozen
     dtype: torch.dtype = torch.float32
 
@@ -103,6 +104,12 @@ class Pipeline:
     def train(self) -> bool:
         """Whether images are shuffled, varied and replaced where they are bad."""
         return self.split == "train" and self.shuffled
+
+    @property
+    def varies_in_threads(self) -> bool:
+        """Whether the threads that decode run `vary` too."""
+        each = self.train and self.vary is not None and self.vary.per_image
+        return each and not self.in_memory and self.decoder == "cpu"
 
     @property
     def own_batch(self) -> int:

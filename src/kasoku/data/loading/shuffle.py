@@ -16,8 +16,12 @@ _WORD = (1 << 64) - 1
 
 def order(n: int, seed: int, epoch: int) -> torch.Tensor:
     """Permutation of range(n) (int64, on the CPU) for one epoch."""
-    generator = torch.Generator().manual_seed(_key(seed, epoch) & (_WORD >> 1))
-    return torch.randperm(n, generator=generator)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(seed, epoch)))
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed for a generator, below 2^63, that depends on all the numbers and on their order."""
+    return _key(*numbers) & (_WORD >> 1)
 
 
 def order_of(split: object, images: int, seed: int, epoch: int) -> torch.Tensor:
