@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import kasoku
 from helpers.photos import coloured_photos
+from kasoku import data
 from kasoku.cli import main
 from kasoku.data.augment.basic import stored_side
 from kasoku.training.trained_run import load
@@ -31,7 +32,13 @@ VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "int
 NETWORKS: dict[str, dict[str, Any]] = {  # the name of a network: its table
     "cnn4": {"use": "kasoku.models.cnn4"},
     "test_resnet": {"use": "timm.create_model", "model_name": "test_resnet.r160_in1k", "drop_rate": 0.1},
-    "test_vit": {"use": "timm.create_model", "model_name": "test_vit"},
+    "test_vit": {
+        "use": "timm.create_model",
+        "model_name": "vit_tiny_patch16_224",
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 2,
+    },
     "test_convnext": {"use": "timm.models.test_convnext"},
     "vit": {"use": "kasoku.models.huggingface", **VIT},
 }
@@ -120,6 +127,25 @@ def found_in(run: Path, images: Path) -> list[tuple[Path, list[tuple[str, float]
     return [*kasoku.predict(run, images).items()]
 
 
+@pytest.fixture(scope="module")
+def smooth(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A photo whose colours change slowly in both directions, so that a wrong crop is seen and rounding is not."""
+    colours = np.random.default_rng(1).integers(0, 256, (6, 7, 3), np.uint8)
+    file = tmp_path_factory.mktemp("smooth") / "photo.png"
+    Image.fromarray(colours).resize((150, 111), Image.Resampling.BICUBIC).save(file)
+    return file
+
+
+def assert_near(x_CHW: torch.Tensor, run: Path, file: Path) -> None:
+    """Holds another library's input against kasoku's: a part of one byte on average, of 255."""
+    trained = load(run)
+    pixels_HWC = data.read_image(file, trained.image_size)
+    wanted_CHW = data.normalise(pixels_HWC[None], trained.mean, trained.std)[0]
+    assert x_CHW.shape == wanted_CHW.shape
+    off = ((x_CHW - wanted_CHW) * torch.tensor(trained.std).view(3, 1, 1)).abs().mean() * 255
+    assert float(off) < 1, float(off)
+
+
 @EVERY
 def test_a_hub_folder_predicts_and_evaluates_as_its_run(
     name: str, runs: Any, hubs: Any, photos: Path, capsys: pytest.CaptureFixture[str]
@@ -151,16 +177,13 @@ def test_timm_reads_a_hub_folder_to_the_same_logits(name: str, hubs: Any) -> Non
 @pytest.mark.extras
 @TIMM
 @OF_TIMM
-def test_timm_prepares_a_photo_as_kasoku_does(name: str, hubs: Any, photos: Path) -> None:
+def test_timm_prepares_a_photo_as_kasoku_does(name: str, hubs: Any, smooth: Path) -> None:
     timm = pytest.importorskip("timm")
     pytest.importorskip("torchvision")
-    network = timm.create_model(f"local-dir:{hubs(name)}", pretrained=True).eval()
+    network = timm.create_model(f"local-dir:{hubs(name)}", pretrained=True)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(network))
-    for file, likeliest in found_in(hubs(name), photos / "colour1"):
-        with Image.open(file) as opened, torch.no_grad():
-            probabilities = network(transform(ImageOps.exif_transpose(opened).convert("RGB"))[None]).softmax(1)[0]
-        assert int(probabilities.argmax()) == int(likeliest[0][0][-1])
-        assert float(probabilities.max()) == pytest.approx(likeliest[0][1], abs=0.02)
+    with Image.open(smooth) as opened:
+        assert_near(transform(opened), hubs(name), smooth)
 
 
 @pytest.mark.extras
@@ -176,18 +199,13 @@ def test_transformers_reads_a_hub_folder_to_the_same_logits(hubs: Any) -> None:
 
 @pytest.mark.extras
 @TRANSFORMERS
-def test_transformers_prepares_a_photo_as_kasoku_does(hubs: Any, photos: Path) -> None:
+def test_transformers_prepares_a_photo_as_kasoku_does(hubs: Any, smooth: Path) -> None:
     pytest.importorskip("torchvision")
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(hubs("vit"), local_files_only=True)
-    network = load(hubs("vit"), precision="fp32")
-    for file, likeliest in found_in(hubs("vit"), photos / "colour1"):
-        with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-        pixels = processor(image, return_tensors="pt")["pixel_values"]
-        probabilities = network.logits(pixels).softmax(1)[0]
-        assert float(probabilities.max()) == pytest.approx(likeliest[0][1], abs=0.02)
+    with Image.open(smooth) as opened:
+        assert_near(processor(opened, return_tensors="pt")["pixel_values"][0], hubs("vit"), smooth)
 
 
 def test_the_card_is_made_of_the_result(hubs: Any, runs: Any) -> None:
@@ -221,17 +239,17 @@ def test_a_hub_folder_has_the_best_weights_and_the_config_in_timms_form(hubs: An
     config = json.loads((hubs("cnn4") / "config.json").read_text())
     assert (config["architecture"], config["num_classes"]) == ("kasoku.models.cnn4", 3)
     assert config["label_names"] == ["colour0", "colour1", "colour2"]
-    prepared, data = config["pretrained_cfg"], json.loads((runs("cnn4") / "data.json").read_text())
-    assert (prepared["mean"], prepared["std"]) == (data["mean"], data["std"])
+    prepared, format_ = config["pretrained_cfg"], json.loads((runs("cnn4") / "data.json").read_text())
+    assert (prepared["mean"], prepared["std"]) == (format_["mean"], format_["std"])
     assert (prepared["input_size"], prepared["interpolation"]) == ([3, 32, 32], "bilinear")
 
 
 def test_the_share_that_timm_crops_gives_the_side_that_kasoku_resizes_to(digits_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(digits_run, tmp_path / "run")
     (run / "manifest.json").unlink()
-    data = json.loads((run / "data.json").read_text())
+    format_ = json.loads((run / "data.json").read_text())
     for side in (8, 30, 49, 64, 160, 224, 288, 331):
-        (run / "data.json").write_text(json.dumps(data | {"image_size": [side, side]}))
+        (run / "data.json").write_text(json.dumps(format_ | {"image_size": [side, side]}))
         assert main(["export", str(run), "--format", "hub", "--out", str(tmp_path / "hub")]) == 0
         config = json.loads((tmp_path / "hub" / "config.json").read_text())["pretrained_cfg"]
         assert math.floor(side / config["crop_pct"]) == stored_side(side), side
@@ -306,7 +324,10 @@ def test_onnxruntime_and_pillow_give_the_answers_of_predict(
     rows = [*csv.DictReader(capsys.readouterr().out.splitlines())]
     assert len(rows) == 36
     for row in rows:
-        (logits_K,) = session.run(None, {"pixels": as_described(Path(row["image"]), about["preprocessing"])})[0]
+        pixels_NCHW = as_described(Path(row["image"]), about["preprocessing"])
+        exact_HWC = data.read_image(row["image"], (32, 32)).numpy()
+        assert np.abs(pixels_NCHW[0].transpose(1, 2, 0) * 255 - exact_HWC).max() < 1.5, row["image"]
+        (logits_K,) = session.run(None, {"pixels": pixels_NCHW})[0]
         shares_K = np.exp(logits_K - logits_K.max())
         shares_K /= shares_K.sum()
         assert about["classes"][shares_K.argmax()] == row["class_1"], row["image"]
