@@ -14,8 +14,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ class Rows:
     """One split as rows of a table, read by any number of threads at once; labels_N int64.
 
     cell: the image file in a row of a group. names_G: of the groups of rows that are read together. starts_G: their
-    first rows. row_N: the rows of this split. window: how many groups the order of an epoch mixes.
+    first rows. row_N: the rows of this split. window: how many groups the order of an epoch mixes. after: the group
+    that an epoch reads after a group; `cell` takes out what it has used.
     """
 
     cell: Callable[[int, int], Any]
@@ -49,6 +51,7 @@ class Rows:
     row_N: np.ndarray  # noqa: N815
     labels_N: torch.Tensor  # noqa: N815
     window: int = 1
+    after: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -77,7 +80,9 @@ class Rows:
             return order(len(self), seed, epoch)
         group_N = torch.from_numpy(np.searchsorted(self.starts_G, self.row_N, "right") - 1)
         later_N = self.window * draws(seed, epoch, torch.arange(len(self)), _PLACE).double()
-        return (order(len(self.starts_G), seed, epoch)[group_N] + later_N).argsort(stable=True)
+        turn_G = order(len(self.starts_G), seed, epoch)
+        self.after.update(pairwise(turn_G.argsort().tolist()))
+        return (turn_G[group_N] + later_N).argsort(stable=True)
 
 
 def parquet(  # noqa: PLR0913
@@ -124,13 +129,24 @@ def parquet(  # noqa: PLR0913
     locks = [threading.Lock() for _ in groups]  # so that no two threads read one group
     kept = functools.lru_cache(window + max(2, window // 4))(lambda group: groups[group][0].images(groups[group][1]))
 
-    def cell(group: int, row: int) -> Any:
+    after: dict[int, int] = {}
+
+    def read(group: int) -> Any:
         with locks[group]:
-            return kept(group)[row].as_py()
+            return kept(group)
+
+    def early(group: int) -> None:
+        with suppress(Exception):  # whoever needs the group gets the error
+            read(group)
+
+    def cell(group: int, row: int) -> Any:
+        if (following := after.pop(group, None)) is not None:
+            threading.Thread(target=early, args=(following,), daemon=True).start()
+        return read(group)[row].as_py()
 
     names_G = [f"{file.path} group {number}" for file, number, _ in groups]
     starts_G = np.cumsum([0, *(facts.num_rows for *_, facts in groups)]).tolist()[:-1]
-    whole = Rows(cell, names_G, starts_G, np.arange(len(labels_N)), labels_N, window)
+    whole = Rows(cell, names_G, starts_G, np.arange(len(labels_N)), labels_N, window, after)
     train, test = divided(whole, np.repeat(away, [len(file.labels) for file in files]), validation, seed, store.shown)
     name = store.shown.rpartition("/")[2]
     return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
