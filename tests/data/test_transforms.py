@@ -95,13 +95,13 @@ def test_threads_do_not_meet_in_one_generator():
     alone = Vary((lambda x: (x + 100 * torch.rand(1) + 100 * torch.rand(1)).to(torch.uint8),), 0, True)
     vary, image_HWC = Vary((mixed,), 0, True), torch.zeros(4, 4, 3, dtype=torch.uint8)
     threads = [
-        threading.Thread(target=lambda i=i: results.update({i: vary.one(image_HWC, i, 0)}), daemon=True) for i in (1, 2)
+        threading.Thread(target=lambda i=i: results.update({i: vary.run(image_HWC, 0, i)}), daemon=True) for i in (1, 2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.equal(results[i], alone.one(image_HWC, i, 0)) for i in (1, 2))
+    assert all(torch.equal(results[i], alone.run(image_HWC, 0, i)) for i in (1, 2))
     assert not torch.equal(results[1], results[2])
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -72,16 +72,13 @@ class Vary:
     def __call__(self, images_NHWC: Tensor, index_N: Tensor, epoch: int, part: int) -> Tensor:
         """The images transformed, on their device. `part`: number of this part of a batch on all ranks in the epoch."""
         if not self.per_image:
-            return self._run(images_NHWC, epoch, part)
+            return self.run(images_NHWC, epoch, part)
         pairs = zip(images_NHWC.cpu(), index_N.tolist(), strict=True)
-        images = [self.one(image_HWC, index, epoch) for image_HWC, index in pairs]
+        images = [self.run(image_HWC, epoch, index) for image_HWC, index in pairs]
         return torch.stack(images).to(images_NHWC.device) if images else images_NHWC
 
-    def one(self, image_HWC: Tensor, index: int, epoch: int) -> Tensor:
-        """An image transformed, by its sample index."""
-        return self._run(image_HWC, epoch, index)
-
-    def _run(self, x_HWC: Tensor, epoch: int, number: int) -> Tensor:
+    def run(self, x_HWC: Tensor, epoch: int, number: int) -> Tensor:
+        """An image transformed, by its sample index; or a batch, by its part's number."""
         x_CHW = x_HWC.movedim(-1, -3).contiguous()
         with torch.no_grad(), _OwnGenerators(seed_of(self.seed, epoch, number)):
             for transform in self.transforms:

@@ -172,7 +172,7 @@ class _Iteration:
         if self.vary:
             begin_s = time.perf_counter()
             for row in [row for row in range(len(index)) if row not in bad]:
-                out_NHWC[row] = self.vary.one(torch.from_numpy(out_NHWC[row]), index[row], self.epoch).numpy()
+                out_NHWC[row] = self.vary.run(torch.from_numpy(out_NHWC[row]), self.epoch, index[row]).numpy()
             self.varied_s.append(time.perf_counter() - begin_s)
         return bad
 

@@ -120,24 +120,20 @@ class Loader:
             pipeline.check_augment()
         transform, count = pipeline.transform(), len(pipeline)
         vary = pipeline.vary if pipeline.train and not pipeline.varies_in_threads else None
-        ahead: deque[tuple[int, int]] = deque()  # the parts that are being decoded: number, rank
+        ahead: deque[tuple[int, int]] = deque()  # parts of shares that are being decoded: number, rank
 
         def dealt() -> Iterator[tuple[int, int]]:
             while next_share and (share := next_share()) is not None:
                 batch_number, rank = divmod(share, ranks)
-                yield from ((batch_number * parts + part, rank) for part in range(parts))
+                for part in range(parts):
+                    ahead.append((batch_number * parts + part, rank))
+                    yield ahead[-1]
 
-        def noted(part_numbers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-            for number_and_rank in part_numbers:
-                ahead.append(number_and_rank)
-                yield number_and_rank
-
-        part_numbers = noted(dealt() if next_share else pipeline.part_numbers(number))
+        part_numbers = dealt() if next_share else pipeline.part_numbers(number)
         with closing(self.executor.run(pipeline, epoch, part_numbers, self.trace)) as batches:
             for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
-                number += 1
-                at, rank = ahead.popleft()
-                share = at // parts * ranks + rank
+                at, rank = ahead.popleft() if next_share else (number, pipeline.rank)
+                number, share = number + 1, at // parts * ranks + rank
                 if vary:
                     with self.trace.span("transforms") if self.trace else nullcontext():
                         images_NHWC = vary(images_NHWC, index_N, epoch, share * parts + at % parts)
