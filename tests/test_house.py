@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1120,
     "models": 970,
     "device": 585,
-    "data": 4930,
+    "data": 4935,
     "distributed": 5535,
     "memory": 2070,
     "tracking": 215,

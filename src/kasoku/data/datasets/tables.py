@@ -81,6 +81,7 @@ class Rows:
         group_N = torch.from_numpy(np.searchsorted(self.starts_G, self.row_N, "right") - 1)
         later_N = self.window * draws(seed, epoch, torch.arange(len(self)), _PLACE).double()
         turn_G = order(len(self.starts_G), seed, epoch)
+        self.after.clear()
         self.after.update(pairwise(turn_G.argsort().tolist()))
         return (turn_G[group_N] + later_N).argsort(stable=True)
 
