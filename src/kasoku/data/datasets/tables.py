@@ -128,7 +128,7 @@ def parquet(  # noqa: PLR0913
     groups = [(file, i, file.facts.row_group(i)) for file in files for i in range(file.facts.num_row_groups)]
     window = max(1, window_bytes * len(groups) // max(1, sum(facts.total_byte_size for *_, facts in groups)))
     locks = [threading.Lock() for _ in groups]  # so that no two threads read one group
-    kept = functools.lru_cache(window + max(2, window // 4))(lambda group: groups[group][0].images(groups[group][1]))
+    kept = functools.lru_cache(window + max(4, window // 4))(lambda group: groups[group][0].images(groups[group][1]))
 
     after: dict[int, int] = {}
 
