@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 970,
     "device": 585,
     "data": 4940,
-    "distributed": 5535,
+    "distributed": 5540,
     "memory": 2070,
     "tracking": 215,
     "config": 1545,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "simulate": 1620,
     "report": 2375,
     "training": 2460,
-    "commands": 2030,
+    "commands": 2040,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

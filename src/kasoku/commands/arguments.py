@@ -161,6 +161,7 @@ class PlanArguments(OptionalRecipe, JsonArguments):
     deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
     budget: str = option(default="", metavar="USD", help="the fastest within 100USD")
     fastest: bool = option(default=False, help="the fastest, whatever it costs")
+    buckets: bool = option(default=False, help="also print groups for plain DDP: its bucket_cap_mb_list")
     compare: Path | None = option(metavar="RUN", help="instead: compare a run with the plan of its recipe")
     noise_scale: float | None = option(metavar="B", help="of gradients, in images: try other batches too")
     profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
