@@ -75,7 +75,7 @@ def test_the_recipes_make_the_updates_that_their_comments_say():
 
 
 def test_a_few_updates_batch_is_the_largest_with_15_updates_an_epoch():
-    assert batch_sizes.Form().few == 4096
+    assert batch_sizes.Form().few == 2048
     assert batch_sizes.SHORT.few == 768
 
 
@@ -116,21 +116,21 @@ def test_a_training_is_read_when_it_is_there_and_one_that_diverges_counts_0(tmp_
 
 
 def test_the_best_factor_of_each_rule_and_batch_is_taken():
-    form = batch_sizes.Form(batches=(256, 4096))
+    form = batch_sizes.Form(batches=(256, 2048))
     tried = {key: Trained(0.5) for key in product(batch_sizes.RULES, form.batches, form.factors)}
-    tried["muon", 4096, 2.0] = Trained(0.6)
+    tried["muon", 2048, 2.0] = Trained(0.6)
     chosen = batch_sizes.chosen(form, tried)
-    assert chosen["muon", 4096] == 2.0
+    assert chosen["muon", 2048] == 2.0
     assert chosen["lars", 256] == form.factors[0]
     assert set(batch_sizes.chosen(batch_sizes.SHORT, {}).values()) == {1.0}
 
 
 def test_accuracies_over_the_batch_are_means_over_seeds():
-    form = batch_sizes.Form(batches=(256, 4096))
+    form = batch_sizes.Form(batches=(256, 2048))
     pairs = list(product(batch_sizes.RULES, form.batches))
-    top1 = {pair: [0.8, 0.9, 0.94] for pair in pairs} | {("lars", 4096): [0.81, 0.92, 0.94]}
+    top1 = {pair: [0.8, 0.9, 0.94] for pair in pairs} | {("lars", 2048): [0.81, 0.92, 0.94]}
     figures = batch_sizes.figures(form, dict.fromkeys(pairs, 1.0), top1)
-    assert figures["lars"]["accuracy_by_batch"] == [[256, 0.88], [4096, 0.89]]
+    assert figures["lars"]["accuracy_by_batch"] == [[256, 0.88], [2048, 0.89]]
     assert figures["lars"]["error_over_smallest"] == pytest.approx(0.11 / 0.12, abs=1e-4)
     assert figures["lars_minus_muon"] == pytest.approx(1.0)
     low, high = figures["lars_minus_muon_interval"]
