@@ -415,7 +415,7 @@ def test_as_a_technique_it_is_refused_in_one_line(photos):
     for batches, by, said in (
         ([], "nvjpeg", "Decoding: list decodes no files"),
         (loader(photos, "train", 4), "nvjpeg", "only for a loader on a CUDA device"),
-        (loader(photos, "train", 4), "gpu", "decoder=gpu: cpu or nvjpeg"),
+        (loader(photos, "train", 4), "gpu", 'by="gpu": "cpu" or "nvjpeg"'),
     ):
         with pytest.raises(InputError, match=said):
             Job(torch.nn.Flatten(), torch.optim.SGD([torch.zeros(1)], 0.1), loader=batches).apply(Decoding(by))

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_without_its_points_the_rates_are_those_of_the_recipes_own_batch(small, 
 def test_photos_are_tuned_from_their_rates_batch_and_listed_once(tmp_path, monkeypatch):
     photos, looks = coloured_photos(tmp_path / "photos"), []
     folder = photos_of.folder
-    monkeypatch.setattr(photos_of, "folder", lambda root: looks.append(root) or folder(root))
+    monkeypatch.setattr(photos_of, "folder", wraps(folder)(lambda root: looks.append(root) or folder(root)))
     asked = planted(monkeypatch, 16)
     out = tmp_path / "run"
     settings = ["--set", "batch=auto", "--set", "epochs=1", "--set", "device.threads=1", "--set", "data.size=32"]
