@@ -75,7 +75,7 @@ def run(kind: str, root: str, batch: int) -> dict[str, float]:
     import_module("pyarrow.parquet")  # on all sides: the library's import is no work of an epoch
     size = drop_pages(Path(root))
     begin = time.perf_counter()
-    settings = {"window_bytes": size // 8 if kind == "window" else 2**40}
+    settings = {"window_bytes": size // 4 if kind == "window" else 2**40}  # half of it is mixed
     dataset = shards(root, SIDE) if kind == "shards" else parquet(root, SIDE, **settings)
     open_s = time.perf_counter() - begin
     augment = Augment(flip="random", crop="random_resized", scale_min=0.08)

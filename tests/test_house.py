@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1120,
     "models": 970,
     "device": 585,
-    "data": 4940,
+    "data": 4950,
     "distributed": 5540,
     "memory": 2070,
     "tracking": 215,

@@ -63,6 +63,8 @@ def test_the_column_split_tells_the_parts(photos):
     d = folder(write(photos.parent / "l.csv", rows))
     assert [len(d.train), len(d.test)] == [8, 8]
     assert {d.test.name(i) for i in range(8)} == {"/".join(p.split("/")[-2:]) for p, _, s in rows if s == "valid"}
+    unnamed = [(path, label, "" if split == "train" else split) for path, label, split in rows]
+    assert folder(write(photos.parent / "u.csv", unnamed)).index() == d.index()
     d = folder(write(photos.parent / "l.jsonl", [row for row in rows if row[2] != "valid"]))
     assert {d.test.name(i) for i in range(8)} == {"/".join(p.split("/")[-2:]) for p, _, s in rows if s == "test"}
 
@@ -87,6 +89,8 @@ def test_a_missing_file_is_skipped_and_named(photos):
         ("l.jsonl", '{"path": "a.jpg"}\n', r"'label'"),
         ("l.jsonl", '["a.jpg", 0]\n', r"not a list of path, label \("),
         ("l.jsonl", '{"path": "a.jpg", "label": null}\n', r"a row without a path or a label"),
+        ("l.csv", "path,label,split\na.jpg,x,dev\n", r"\(split dev: train, val or test is wanted\); mend it"),
+        ("l.jsonl", '{"path": "a.jpg", "label": 0, "split": 0}\n', r"split 0: train, val or test is wanted"),
         ("l.jsonl", "{", r"not a list of path, label \(Expecting"),
         ("l.csv", "path,label,split\na.jpg,x,val\n", r"val/x: a class that .*train does not have"),
         ("l.csv", "path,label,split\na.jpg,x,train\nb.jpg,y,val\n", r"val/y: a class that .*train does not have"),

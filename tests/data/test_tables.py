@@ -1,5 +1,6 @@
 """Parquet files, data sets of Hugging Face and tars of the webdataset library are read, trained on and packed."""
 
+import importlib
 import io
 import itertools
 import json
@@ -68,6 +69,13 @@ def write(path, samples, *, rows=4, table=None, **settings):
     return path
 
 
+def group_bytes(*paths):
+    """The bytes of the largest row group of Parquet files, or of those in folders."""
+    files = [file for path in paths for file in (path.rglob("*.parquet") if path.is_dir() else [path])]
+    footers = [pq.read_metadata(file) for file in files]
+    return max(footer.row_group(i).total_byte_size for footer in footers for i in range(footer.num_row_groups))
+
+
 @pytest.fixture
 def hub(images, tmp_path):
     """Two files to train on, one for validation, and a test part without labels, as the Hub lays them out."""
@@ -122,6 +130,8 @@ def test_a_file_and_a_pattern_are_read_as_a_folder_is(hub, images, monkeypatch):
     assert len(one.train) + len(one.test) == 16
     monkeypatch.chdir(hub / "data")
     assert facts(parquet("train-00001-of-00002.parquet")) == facts(one)
+    Path("train-00001-of-00002.parquet").rename("photos[1].parquet")
+    assert everything(parquet("photos[1].parquet")) == everything(one)
 
 
 def test_labels_may_be_texts_or_plain_numbers_and_images_plain_bytes(images, tmp_path):
@@ -150,6 +160,25 @@ def test_columns_of_other_names_are_found_by_their_types_or_named(images, tmp_pa
 
 
 @pytest.mark.parametrize(
+    "features",
+    [
+        7,
+        [FEATURES],
+        {"image": [FEATURES["image"]], "label": [FEATURES["label"]]},
+        {"label": {"names": 3}},
+        {"label": None},
+    ],
+)
+def test_metadata_of_another_form_is_left_out(images, tmp_path, features):
+    structs = [{"bytes": data, "path": None} for data, _ in images]
+    table = pa.table({"image": structs, "label": [label for _, label in images]})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    d = parquet(str(write(tmp_path / "x.parquet", (), table=table.replace_schema_metadata(metadata))))
+    assert d.classes == ("0", "1", "2")
+    assert everything(d) == sorted(images)
+
+
+@pytest.mark.parametrize(
     ("columns", "message"),
     [
         ({"image": ["a.jpg"], "label": [0]}, r"x\.parquet: column image is string; bytes of image files are wanted"),
@@ -159,6 +188,10 @@ def test_columns_of_other_names_are_found_by_their_types_or_named(images, tmp_pa
         ({"image": [b"x", b"y"], "label": [1, None]}, r"NoneType, int labels: "),
         ({"image": [b"x"], "label": [[1]]}, r"list labels: "),
         ({"image": [b"x", b"y"], "label": [1, -1]}, r"image 1 has label -1, allowed are 0 to 1"),
+        (
+            {"image": [b"x", b"y"], "label": [0, 10**6]},
+            r"label 1000000 of 2 images is no class number; set data\.label$",
+        ),
         ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, r"no labels: a whole number"),
         ({"image": [b"x", b"y"], "label": [0, 1]}, r"no class has two images"),
     ],
@@ -182,7 +215,7 @@ def test_files_that_are_not_parquet_are_one_line(hub, images, tmp_path):
         parquet(str(tmp_path / "hub" / "data" / "*.txt"))
     with pytest.raises(InputError, match=r"none\.parquet: cannot be read \(No such file"):
         parquet(str(tmp_path / "none.parquet"))
-    with pytest.raises(InputError, match=r"window_bytes=0: 1 byte or more"):
+    with pytest.raises(InputError, match=r"window_bytes=0: at least \d+ for such row groups"):
         parquet(str(hub), window_bytes=0)
     other = schema(FEATURES | {"label": {"names": ["x", "y", "z"], "_type": "ClassLabel"}})
     table = pq.read_table(hub / "data" / "train-00001-of-00002.parquet").cast(other)
@@ -229,8 +262,8 @@ def test_a_damaged_row_group_is_bad_images_of_one_line(hub, images):
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_window_mixes_row_groups_and_reads_each_once_an_epoch(images, tmp_path, monkeypatch, window):
     path = write(tmp_path / "train.parquet", images * 4, rows=6)
-    group = pq.ParquetFile(path).metadata.row_group(0).total_byte_size
-    d = parquet(str(path), 32, validation=0.01, window_bytes=window * group + group // 2)
+    group = group_bytes(path)
+    d = parquet(str(path), 32, validation=0.01, window_bytes=(window + 4) * group + group // 2)
     real, read = pq.ParquetFile.read_row_group, Counter()
 
     def counting(self, number, **settings):
@@ -254,6 +287,42 @@ def test_a_window_mixes_row_groups_and_reads_each_once_an_epoch(images, tmp_path
     assert max(read.values()) == 1
 
 
+def test_a_rank_keeps_no_more_bytes_than_its_window(images, tmp_path):
+    path = write(tmp_path / "train.parquet", images * 4, rows=6)
+    window_bytes = 7 * group_bytes(path)
+    d = parquet(str(path), 32, window_bytes=window_bytes)
+    before = pa.total_allocated_bytes()
+    for i in range(len(d.train)):
+        d.train.read(i)
+    assert window_bytes // 2 < pa.total_allocated_bytes() - before <= window_bytes
+
+
+@pytest.mark.parametrize("rows", [4, 16, 48])
+def test_row_groups_that_are_too_large_for_the_window_are_refused(images, tmp_path, rows):
+    path = write(tmp_path / "train.parquet", images, rows=rows)
+    footer = pq.read_metadata(path)
+    whole = sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
+    least = min(5 * group_bytes(path), whole)
+    assert (least < whole) == (rows == 4)
+    assert everything(parquet(str(path), window_bytes=least)) == sorted(images)
+    with pytest.raises(
+        InputError, match=rf"window_bytes={least - 1}: at least {least} for such row groups; or write sm"
+    ):
+        parquet(str(path), window_bytes=least - 1)
+
+
+def test_reads_of_the_test_part_leave_what_the_training_reads_ahead(images, tmp_path):
+    path = write(tmp_path / "train.parquet", images * 4, rows=6)
+    d = parquet(str(path), 32, validation=0.25, window_bytes=5 * group_bytes(path))
+    order_N = d.train.epoch_order(0, 0)
+    assert len(d.train.next_group) == 31
+    for i in range(len(d.test)):
+        d.test.read(i)
+    assert (len(d.train.next_group), d.test.next_group) == (31, {})
+    d.train.read(int(order_N[0]))
+    assert len(d.train.next_group) == 30
+
+
 def test_a_set_that_fits_the_window_is_shuffled_globally(hub):
     from kasoku.data import order
 
@@ -261,8 +330,11 @@ def test_a_set_that_fits_the_window_is_shuffled_globally(hub):
     assert d.train.epoch_order(3, 5).equal(order(36, 3, 5))
 
 
-@pytest.mark.parametrize("window_bytes", [1, 2**30])
-def test_two_ranks_take_the_batches_of_one(hub, window_bytes):
+@pytest.mark.parametrize("groups", [5, 1000])
+def test_two_ranks_take_the_batches_of_one(hub, groups):
+    window_bytes = groups * group_bytes(hub)
+    assert parquet(str(hub), window_bytes=window_bytes).train.window == (1 if groups == 5 else 12)
+
     def batches(comm):
         d = parquet(str(hub), 32, window_bytes=window_bytes)
         return [(x_NCHW, y_N) for x_NCHW, y_N in loader(d, "train", 6, comm=comm, seed=1)]
@@ -274,10 +346,10 @@ def test_two_ranks_take_the_batches_of_one(hub, window_bytes):
         assert torch.equal(y_N, torch.cat([y for _, y in parts]))
 
 
-@pytest.mark.parametrize("window_bytes", [1, 2**30])
-def test_training_from_parquet_resumes_to_the_same_bits(hub, tmp_path, window_bytes):
+@pytest.mark.parametrize("groups", [5, 1000])
+def test_training_from_parquet_resumes_to_the_same_bits(hub, tmp_path, groups):
     file, whole, run = recipe(tmp_path / "r.toml", "parquet", hub), tmp_path / "whole", tmp_path / "run"
-    settings = ["--set", f"data.window_bytes={window_bytes}", "--quiet"]
+    settings = ["--set", f"data.window_bytes={groups * group_bytes(hub)}", "--quiet"]
     assert main(["train", file, *settings, "--out", str(whole)]) == 0
     shutil.copytree(whole, run)
     for checkpoint in run.glob("checkpoints/step-*"):
@@ -330,7 +402,7 @@ def test_a_second_epoch_from_a_server_reads_its_cache(hub, tmp_path, images):
     with serving() as site:
         site.files = {"train.parquet": (hub / "data" / "train-00000-of-00002.parquet").read_bytes()}
         for _ in range(2):
-            d = parquet(f"{site.root}/train.parquet", 32, window_bytes=1, cache=str(tmp_path / "cache"))
+            d = parquet(f"{site.root}/train.parquet", 32, cache=str(tmp_path / "cache"))
             assert everything(d) == sorted(images[:20])
             sent_bytes, site.sent_bytes = site.sent_bytes, 0
         assert sent_bytes == 0
@@ -407,9 +479,9 @@ def test_what_is_no_dataset_is_one_line(loaded, tmp_path):
     texts = datasets.Dataset.from_dict({"image": ["a", "b"] * 9, "label": [0, 1] * 9})
     cases = [
         ("", r"data\.root is not given"),
-        (str(tmp_path / "none"), r"none: not a data set that is loaded, not streamed \("),
-        (loaded["train"].to_iterable_dataset(), r"root: not a data set that is loaded, not streamed \("),
-        (7, r"root: not a data set that is loaded"),
+        (str(tmp_path / "none"), r"none: cannot be loaded \("),
+        (loaded["train"].to_iterable_dataset(), r"root: cannot be loaded \(.*\); streamed data sets are not read$"),
+        (7, r"root: cannot be loaded \("),
         (loaded.remove_columns("label"), r"root: no column label, but image: set data\.label"),
     ]
     for root, message in cases:
@@ -429,13 +501,24 @@ def test_a_missing_library_is_named_with_its_line(hub, monkeypatch, module, sour
     assert module in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "source"),
+    [("pyarrow", 17, parquet), pytest.param("datasets", 4, hugging_face, marks=NO_DATASETS)],
+)
+def test_a_library_that_is_too_old_is_named_with_its_line(hub, monkeypatch, name, least, source):
+    monkeypatch.setattr(importlib.import_module(name), "__version__", f"{least - 1}.9.1")
+    message = rf"\({name} {least - 1}\.9\.1, needed is {least} or newer\): pip install 'kasoku\["
+    with pytest.raises(InputError, match=message):
+        source(str(hub))
+
+
 # ---- the contracts of sources
 
 
 class TestSources(SourceContracts):
     rows = (
         SourceRow("parquet", partial(parquet, "hub", 16), pickles=False),
-        SourceRow("window", partial(parquet, "hub", 16, window_bytes=1), pickles=False),
+        SourceRow("window", lambda: parquet("hub", 16, window_bytes=5 * group_bytes(Path("hub"))), pickles=False),
     )
 
     @pytest.fixture(autouse=True)

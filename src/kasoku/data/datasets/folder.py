@@ -64,8 +64,8 @@ def folder(  # noqa: PLR0913
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
     check_settings(root, size, validation)
-    home_root, _, table = root.rpartition("/") if root.endswith(LISTS) else (root, "", "")
-    store = Store(home_root or "." * (root == table) or "/", cache=cache, cache_bytes=cache_bytes)
+    top, table = os.path.split(root) if root.endswith(LISTS) else (root, "")
+    store = Store(top or ".", cache=cache, cache_bytes=cache_bytes)
     top = store.shown
     parts, states = once(root, lambda: (read_list(store, table) if table else arranged(store.look, top), store.states))
     store.learn(states)
@@ -73,10 +73,10 @@ def folder(  # noqa: PLR0913
         _check_here(top, parts)
     (home, first), *others = parts.items()
     classes = tuple(sorted(first))
-    for away, tree in others:
+    for part, tree in others:
         if unknown := sorted(set(tree) - set(classes)):
             lacking = f"a class that {below(top, home)} does not have"
-            raise InputError(f"{below(top, away)}/{unknown[0]}: {lacking}; add it there or remove it")
+            raise InputError(f"{below(top, part)}/{unknown[0]}: {lacking}; add it there or remove it")
     rows = [(p, k, file) for p, tree in parts.items() for k, kind in enumerate(classes) for file in tree.get(kind, ())]
     labels_N = torch.tensor([label for _, label, _ in rows])
     if others:
@@ -85,8 +85,9 @@ def folder(  # noqa: PLR0913
         test_N = held_out([file for _, _, file in rows], labels_N, classes, validation, seed)
     if not test_N.any():
         raise InputError(f"{below(top, home)}: no class has two images, one of them for validation; add a val/ folder")
-    folders = {part: [below(below(top if store.local else "", part), kind) for kind in classes] for part in parts}
-    paths = [os.path.join(top * store.local, f) if table else f"{folders[p][k]}/{f}" for p, k, f in rows]
+    base = top if store.local else ""
+    folders = {part: [below(below(base, part), kind) for kind in classes] for part in parts}
+    paths = [os.path.join(base, f) if table else f"{folders[p][k]}/{f}" for p, k, f in rows]
     train, test = (
         Files(tuple(itertools.compress(paths, chosen_N)), labels_N[torch.from_numpy(chosen_N)], store)
         for chosen_N in (~test_N, test_N)
@@ -106,14 +107,14 @@ def check_settings(root: str, size: int, validation: float) -> None:
         raise InputError(f"validation={validation}: more than 0 and less than 1, the share kept for validation")
 
 
-def divided(whole: Any, away_N: np.ndarray, validation: float, seed: int, where: str) -> tuple[Any, Any]:
-    """The training and the test part of a split with `take`: by away_N, or where that is all or none, by shares."""
-    if away_N.all() or not away_N.any():
-        kinds = [str(number) for number in range(int(whole.labels_N.max()) + 1)]
-        away_N = held_out([whole.name(i) for i in range(len(whole))], whole.labels_N, kinds, validation, seed)
-    if not away_N.any():
+def split_off(whole: Any, test_N: np.ndarray, validation: float, seed: int, where: str) -> tuple[Any, Any]:
+    """The training and the test part of a split that has `take`. If test_N is all or none, a share of each class."""
+    if test_N.all() or not test_N.any():
+        classes = [str(number) for number in range(int(whole.labels_N.max()) + 1)]
+        test_N = held_out([whole.name(i) for i in range(len(whole))], whole.labels_N, classes, validation, seed)
+    if not test_N.any():
         raise InputError(f"{where}: no class has two images, so none can be split off for validation; add a part val")
-    return whole.take(np.flatnonzero(~away_N)), whole.take(np.flatnonzero(away_N))
+    return whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
 
 
 def find_images(path: str | Path) -> list[Path]:

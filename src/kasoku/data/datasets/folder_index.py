@@ -37,9 +37,9 @@ def arranged(look: Look, root: str) -> Parts:
     if "train" not in subfolders:
         return {"": _classes(look, root, "", subfolders)}
     parts = {"train": _classes(look, root, "train", look("train")[0])}
-    for away in _VALIDATION:
-        if away in subfolders and (names := look(away)[0]):
-            parts[away] = _classes(look, root, away, names)
+    for part in _VALIDATION:
+        if part in subfolders and (names := look(part)[0]):
+            parts[part] = _classes(look, root, part, names)
             break
     return parts
 
@@ -60,7 +60,7 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
 
 
 def read_list(store: Store, file: str) -> Parts:
-    """The same of a list in a store: CSV with a line of names, or JSON Lines, of path, label and, or not, split."""
+    """The parts of a list in a store: .csv with a line of names, or .jsonl; of path, label and perhaps split."""
     data, parts = store.read(file), {"train": Tree()}
     try:
         text = data.decode("utf-8-sig")
@@ -68,8 +68,9 @@ def read_list(store: Store, file: str) -> Parts:
         for row in table if file.endswith(".csv") else map(json.loads, filter(str.strip, text.split("\n"))):
             if row["label"] in (None, "") or not row["path"]:
                 raise ValueError(f"a row without a path or a label: {row}")
-            tree = parts.setdefault(part_of(str(row.get("split") or "")) or "train", {})
-            tree.setdefault(str(row["label"]), []).append(str(row["path"]))
+            if not (part := part_of(split := "train" if row.get("split") in (None, "") else str(row["split"]))):
+                raise ValueError(f"split {split}: train, val or test is wanted")
+            parts.setdefault(part, {}).setdefault(str(row["label"]), []).append(str(row["path"]))
     except (csv.Error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{store.shown}/{file}: not a list of path, label ({summary(error)}); mend it") from error
     return {part: parts[part] for part in ("train", "val" if "val" in parts else "test") if part in parts}

@@ -1,7 +1,7 @@
 """Images in tables: Parquet files, and data sets of Hugging Face's `datasets`.
 
 Note: row groups. A Parquet file is read by row groups, mostly of 100 images. The last ones are kept in memory, and the
-order of an epoch mixes only as many as are kept (`Rows.epoch_order`), so that each is read about once an epoch.
+order of an epoch mixes fewer than are kept (`Rows.epoch_order`), so that each is read about once an epoch.
 """
 
 import functools
@@ -24,7 +24,7 @@ import torch
 
 from kasoku.core.errors import InputError, summary
 from kasoku.data.datasets.base import Dataset, check_labels
-from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, divided, folder
+from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, folder, split_off
 from kasoku.data.datasets.folder_index import LISTS, used_parts
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.loading.shuffle import draws, order
@@ -34,24 +34,25 @@ from kasoku.data.remote.store import AT_ONCE, HERE, Store
 Source = Callable[..., Dataset]
 PARQUET = ".parquet"
 _PLACE = 2**20  # the stream of draws for an image's place in the window
+_SPARE = 4  # row groups that are kept beside those of the window, since threads are not in step
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """One split as rows of a table, read by any number of threads at once; labels_N int64.
 
-    cell: the image file in a row of a group. names_G: of the groups of rows that are read together. starts_G: their
-    first rows. row_N: the rows of this split. window: how many groups the order of an epoch mixes. after: the group
-    that an epoch reads after a group; `cell` takes out what it has used.
+    cell: the image file in a row of a group; also begins to read the group that is its third argument, unless None.
+    names_G: of the groups of rows that are read together. starts_G: their first rows. row_N: the rows of this split.
+    window: how many groups the order of an epoch mixes. next_group: the group to read ahead once a group is read.
     """
 
-    cell: Callable[[int, int], Any]
+    cell: Callable[[int, int, int | None], Any]
     names_G: Sequence[str]  # noqa: N815
     starts_G: Sequence[int]  # noqa: N815
     row_N: np.ndarray  # noqa: N815
     labels_N: torch.Tensor  # noqa: N815
     window: int = 1
-    after: dict[int, int] = field(default_factory=dict)
+    next_group: dict[int, int] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -67,7 +68,8 @@ class Rows:
 
     def read(self, index: int) -> bytes:
         """The bytes of an image file. Raises InputError with the row if it holds none or cannot be read."""
-        if not isinstance(data := self.cell(*self._place(index)), bytes):
+        group, row = self._place(index)
+        if not isinstance(data := self.cell(group, row, self.next_group.pop(group, None)), bytes):
             raise InputError(f"{self.name(index)}: a {type(data).__name__}: the bytes of an image file are wanted")
         return data
 
@@ -81,8 +83,8 @@ class Rows:
         group_N = torch.from_numpy(np.searchsorted(self.starts_G, self.row_N, "right") - 1)
         later_N = self.window * draws(seed, epoch, torch.arange(len(self)), _PLACE).double()
         turn_G = order(len(self.starts_G), seed, epoch)
-        self.after.clear()
-        self.after.update(pairwise(turn_G.argsort().tolist()))
+        self.next_group.clear()
+        self.next_group.update(pairwise(turn_G.argsort().tolist()))
         return (turn_G[group_N] + later_N).argsort(stable=True)
 
 
@@ -106,31 +108,31 @@ def parquet(  # noqa: PLR0913
         size: side in pixels of the square that an image is decoded to, at least 1.
         image: the column of the images, bytes or structs with `bytes`; empty: the only one of type Image, or "image".
         label: the column of the classes, numbers or texts; empty: the only one of type ClassLabel, or "label".
-        window_bytes: of images that a rank keeps in memory and mixes, at least 1; a set that fits is shuffled globally.
+        window_bytes: of images that a rank keeps, at least five row groups; a set that fits is shuffled globally.
         validation: the share of each class to hold out where there is no validation part, above 0 and below 1.
         seed: any number; chooses the images to hold out, with their files and rows alone.
         cache: the folder for data read from an address; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
         cache_bytes: the most that the cache keeps of an address, 0 or more.
         max_bad_fraction: training stops at more than one bad image, if they exceed this share, from 0 to 1.
 
-    Errors: InputError without pyarrow, for no Parquet file, a missing column or one of another type, a bad label.
+    Errors: InputError without pyarrow, for no Parquet file, a missing or wrong column, a bad label, large row groups.
     """
     check_settings(root, size, validation)
-    _library("pyarrow.parquet")
-    if window_bytes < 1:
-        raise InputError(f"window_bytes={window_bytes}: 1 byte or more")
-    store, paths, away = _located(root, cache, cache_bytes)
+    _library("pyarrow.parquet", 17)
+    store, paths, is_test = _located(root, cache, cache_bytes)
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kasoku-index") as pool:
         files = list(pool.map(lambda path: _ParquetFile(store, path, image, label), paths))
     if len({str(file.classes) for file in files}) > 1:
         raise InputError(f"{store.shown}: the class names of its files differ; give files of one data set")
     labels_N, classes = _classes([label for file in files for label in file.labels], files[0].classes, store.shown)
     groups = [(file, i, file.facts.row_group(i)) for file in files for i in range(file.facts.num_row_groups)]
-    window = max(1, window_bytes * len(groups) // max(1, sum(facts.total_byte_size for *_, facts in groups)))
+    sizes = [facts.total_byte_size for *_, facts in groups]
+    if window_bytes < (least := min((1 + _SPARE) * max(sizes), sum(sizes))):
+        raise InputError(f"window_bytes={window_bytes}: at least {least} for such row groups; or write smaller ones")
+    room = len(groups) if sum(sizes) <= window_bytes else window_bytes // max(sizes)
+    window = room if room == len(groups) else room - max(_SPARE, room // 5)
     locks = [threading.Lock() for _ in groups]  # so that no two threads read one group
-    kept = functools.lru_cache(window + max(4, window // 4))(lambda group: groups[group][0].images(groups[group][1]))
-
-    after: dict[int, int] = {}
+    kept = functools.lru_cache(room)(lambda group: groups[group][0].images(groups[group][1]))
 
     def read(group: int) -> Any:
         with locks[group]:
@@ -140,15 +142,16 @@ def parquet(  # noqa: PLR0913
         with suppress(Exception):  # whoever needs the group gets the error
             read(group)
 
-    def cell(group: int, row: int) -> Any:
-        if (following := after.pop(group, None)) is not None:
-            threading.Thread(target=early, args=(following,), daemon=True).start()
+    def cell(group: int, row: int, next_group: int | None) -> Any:
+        if next_group is not None:
+            threading.Thread(target=early, args=(next_group,), daemon=True).start()
         return read(group)[row].as_py()
 
     names_G = [f"{file.path} group {number}" for file, number, _ in groups]
     starts_G = np.cumsum([0, *(facts.num_rows for *_, facts in groups)]).tolist()[:-1]
-    whole = Rows(cell, names_G, starts_G, np.arange(len(labels_N)), labels_N, window, after)
-    train, test = divided(whole, np.repeat(away, [len(file.labels) for file in files]), validation, seed, store.shown)
+    whole = Rows(cell, names_G, starts_G, np.arange(len(labels_N)), labels_N, window)
+    test_N = np.repeat(is_test, [len(file.labels) for file in files])
+    train, test = split_off(whole, test_N, validation, seed, store.shown)
     name = store.shown.rpartition("/")[2]
     return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
 
@@ -163,11 +166,11 @@ class _ParquetFile:
             schema, self.facts, features = opened.schema_arrow, opened.metadata, dict[str, Any]()
             with suppress(KeyError, TypeError, ValueError):
                 features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-            image, label = _columns(schema.names, features, image, label, where)
+            image, label, self.classes = _columns(schema.names, features, image, label, where)
             self.labels = opened.read(columns=[label], use_threads=False).column(0).to_pylist()
         except (OSError, importlib.import_module("pyarrow").ArrowException) as error:
             raise InputError(f"{where}: no Parquet file ({summary(error)}); mend or remove it") from error
-        self.classes, kind, self._column = features.get(label, {}).get("names"), schema.field(image).type, image
+        kind, self._column = schema.field(image).type, image
         with suppress(AttributeError, KeyError, TypeError):  # no struct
             kind, self._column = kind.field("bytes").type, f"{image}.bytes"
         if str(kind) not in ("binary", "large_binary"):
@@ -212,7 +215,7 @@ def _located(root: str, *cache: Any) -> tuple[Store, list[str], list[bool]]:
         pattern = root[len(top) :].lstrip("/")
     store = Store(top or ("/" if root.startswith("/") else "."), *cache)
     names = store.list_files() if "*" in pattern else [pattern]
-    if not (files := [name for name in names if fnmatchcase(name, pattern) and name.endswith(PARQUET)]):
+    if not (files := [n for n in names if n.endswith(PARQUET) and (n == pattern or fnmatchcase(n, pattern))]):
         raise InputError(f"root={root}: no {PARQUET} file there; give a file, a folder, or a pattern with *")
     return store, *used_parts(files)
 
@@ -232,65 +235,70 @@ def hugging_face(
     Errors: InputError without `datasets`, for what it cannot load or streams, for a missing column, a bad label.
     """
     check_settings("" if root == "" else "given", size, 0.1)
-    library, shown = _library("datasets"), "root"
+    library, shown = _library("datasets", 4), "root"
     try:
         if isinstance(root, str):
             shown = os.path.expanduser(os.path.expandvars(root))
             saved = any(os.path.isfile(f"{shown}/{file}") for file in ("dataset_dict.json", "state.json"))
             root = library.load_from_disk(shown) if saved else library.load_dataset(shown)
         parts = dict(root) if isinstance(root, Mapping) else {"train": root}
-        used, away = used_parts(list(parts))
+        used, is_test = used_parts(list(parts))
         whole = library.concatenate_datasets([parts[part] for part in used])
         rows_N, features = np.arange(len(whole)), whole.features.to_dict()
     except Exception as error:  # of its many readers, or of the network
-        raise InputError(f"{shown}: not a data set that is loaded, not streamed ({summary(error)})") from error
-    image, label = _columns(whole.column_names, features, image, label, shown)
+        raise InputError(f"{shown}: cannot be loaded ({summary(error)}); streamed data sets are not read") from error
+    image, label, names = _columns(whole.column_names, features, image, label, shown)
     images = whole.select_columns([image]).with_format("arrow")
     labels = whole.select_columns([label]).with_format(None)[:][label]
-    labels_N, classes = _classes(labels, features[label].get("names"), shown)
+    labels_N, classes = _classes(labels, names, shown)
 
-    def cell(_: int, row: int) -> Any:
+    def cell(_: int, row: int, _next: int | None) -> Any:
         value = images[row].column(0)[0].as_py()
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
         return HERE.read(os.path.abspath(path)) if data is None and path else data
 
-    away_N = np.repeat(away, [len(parts[part]) for part in used])
-    train, test = divided(Rows(cell, [shown], [0], rows_N, labels_N), away_N, 0.1, 0, shown)
-    return Dataset(
-        os.path.basename(shown), classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction
-    )
+    test_N = np.repeat(is_test, [len(parts[part]) for part in used])
+    train, test = split_off(Rows(cell, [shown], [0], rows_N, labels_N), test_N, 0.1, 0, shown)
+    name = os.path.basename(shown)
+    return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
 
 
-def _library(module: str) -> Any:
-    """A module of an optional library. Raises InputError with the line that installs it."""
+def _library(module: str, least: int) -> Any:
+    """A module of an optional library from version `least` on. Raises InputError with the line that installs it."""
+    name, extra = module.split(".")[0], module.split(".")[-1]
     try:
+        version = importlib.import_module(name).__version__
+        if int(version.partition(".")[0]) < least:
+            raise ImportError(f"{name} {version}, needed is {least} or newer")
         return importlib.import_module(module)
     except ImportError as error:
-        raise InputError(
-            f"this source needs it ({error}): pip install 'kasoku[{module.rpartition('.')[2]}]'"
-        ) from error
+        raise InputError(f"this source needs it ({error}): pip install 'kasoku[{extra}]'") from error
 
 
-def _columns(columns: Sequence[str], features: Mapping[str, Any], image: str, label: str, where: str) -> list[str]:
-    """The columns of images and of classes. Raises InputError for one that is missing."""
+def _columns(columns: Sequence[str], features: Any, image: str, label: str, where: str) -> tuple[str, str, Any]:
+    """The columns of images and of classes, and the names of these or None. Raises InputError for a missing column."""
+    known = {name: of for name, of in features.items() if isinstance(of, dict)} if isinstance(features, dict) else {}
     found = []
     for given, usual, kind in ((image, "image", "Image"), (label, "label", "ClassLabel")):
-        typed = [name for name, of in features.items() if isinstance(of, dict) and of.get("_type") == kind]
+        typed = [name for name, of in known.items() if of.get("_type") == kind]
         found.append(given or (typed[0] if len(typed) == 1 else usual))
         if found[-1] not in columns:
             raise InputError(f"{where}: no column {found[-1]}, but {', '.join(columns)}: set data.{usual}")
-    return found
+    names = known.get(found[1], {}).get("names")
+    return found[0], found[1], names if isinstance(names, list) else None
 
 
 def _classes(labels: Sequence[Any], names: Sequence[str] | None, where: str) -> tuple[torch.Tensor, tuple[str, ...]]:
     """labels_N, and the classes: `names`, else the sorted texts, else the numbers. Raises InputError for bad labels."""
-    kinds = sorted({type(label).__name__ for label in labels})
-    if kinds == ["str"]:
+    types = sorted({type(label).__name__ for label in labels})
+    if types == ["str"]:
         names = names or sorted(set(labels))
         number_of = {name: number for number, name in enumerate(names)}
         labels = [number_of.get(label, -1) for label in labels]
-    elif kinds != ["int"]:
-        raise InputError(f"{where}: {', '.join(kinds) or 'no'} labels: a whole number or text an image is wanted")
+    elif types != ["int"]:
+        raise InputError(f"{where}: {', '.join(types) or 'no'} labels: a whole number or text an image is wanted")
+    elif not names and max(labels) >= len(labels) + 100_000:  # their names would fill the memory
+        raise InputError(f"{where}: label {max(labels)} of {len(labels)} images is no class number; set data.label")
     classes = tuple(names or map(str, range(max(labels) + 1)))
     check_labels(np.array(labels), len(classes), where)
     return torch.tensor(labels), classes

@@ -20,7 +20,7 @@ import torch
 
 from kasoku.core.errors import InputError, one_line, say, summary
 from kasoku.data.datasets.base import Dataset
-from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, divided
+from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, split_off
 from kasoku.data.datasets.folder_index import used_parts
 from kasoku.data.decode.decode import is_image
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
@@ -153,8 +153,8 @@ def shards(  # noqa: PLR0913
         whole, classes = _foreign(store, cache) if facts is None else _own(store, facts)
     except Damaged as damaged:
         raise InputError(f"{top}/{damaged}; run `kasoku pack --verify {top}`") from damaged
-    away_N = np.array(used_parts(whole.files)[1])[whole.place_N5[:, 0]]
-    train, test = divided(whole, away_N, validation, seed, top)
+    test_N = np.array(used_parts(whole.files)[1])[whole.place_N5[:, 0]]
+    train, test = split_off(whole, test_N, validation, seed, top)
     return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
 
 
