@@ -99,7 +99,7 @@ class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_re
 
     side: Schedule | int
     until: Annotated[float | None, Range(at_least=0)] = None
-    multiple: Annotated[int, Range(at_least=1)] = 32
+    multiple: Annotated[int, Range("pixels", at_least=1)] = 32
     epochs: Annotated[float, Range(at_least=0)] = 0.0
 
     def __post_init__(self) -> None:
