@@ -46,8 +46,8 @@ class Track(Technique, in_sandbox=False):
         offline: use no network, even where there is one; refused where the environment gives trackio a server.
 
     Saves: searching for runs on several machines.
-    Costs: microseconds for each line of metrics, on rank 0; at the end the training waits for at most 1 % of its
-        time or 15 seconds, whichever is longer.
+    Costs: microseconds for each line of metrics, on rank 0; at the end the training waits for at most a
+        hundredth of its time or fifteen seconds, whichever is longer.
     """
 
     to: Literal["wandb", "trackio", "mlflow", "tensorboard"]
