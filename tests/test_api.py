@@ -117,7 +117,7 @@ def test_predict_gives_classes_with_probabilities(digits_run, tmp_path):
 def test_bad_input_is_one_line(digits_run, tmp_path):
     for call, message in (
         (lambda: kasoku.load_recipe(tmp_path / "none.toml"), "none.toml"),
-        (lambda: kasoku.load_recipe("digits_cnn_98", ["batch=0"]), "batch=0: at least 1 image"),
+        (lambda: kasoku.load_recipe("digits_cnn_98", ["batch=0"]), "batch=0: at least 1; images"),
         (lambda: kasoku.evaluate(tmp_path), "no run there"),
         (lambda: kasoku.predict(digits_run, tmp_path / "none.png"), "no such file"),
     ):

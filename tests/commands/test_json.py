@@ -108,6 +108,18 @@ def test_simulate_answers_with_simulation_json(answer: Answer, tmp_path: Path, m
     assert found == {"folder": str(tmp_path / "s"), **written}
 
 
+def test_a_simulation_that_fails_at_its_page_prints_no_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "report.html")
+
+    remember_networks(monkeypatch)
+    monkeypatch.setattr("kasoku.commands.simulate._record", full)
+    capsys.readouterr()
+    assert main(["simulate", RECIPE, "--cluster", "dgx-a100", "--gpus", "2", "--out", str(tmp_path), "--json"]) == 2
+    assert (tmp_path / "simulation.json").exists()
+    assert capsys.readouterr().out == ""
+
+
 @pytest.fixture
 def plan(answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     remember_networks(monkeypatch)

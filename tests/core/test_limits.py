@@ -54,3 +54,36 @@ def test_a_subclass_is_checked_by_the_fields_of_both():
         More(count=0)
     with pytest.raises(InputError, match="extra=-1"):
         More(extra=-1)
+
+
+def test_metadata_that_is_no_range_is_left_to_its_reader():
+    @dataclass(frozen=True)
+    class Documented(Checked):
+        side: Annotated[int, "pixels", Range(at_least=1)] = 1
+        known: Annotated[int, {1: "few"}] = 2
+
+    assert Documented().known == 2
+    with pytest.raises(InputError, match="side=0: at least 1"):
+        Documented(0)
+
+
+def test_a_type_that_cannot_be_found_switches_no_other_check_off():
+    @dataclass(frozen=True)
+    class Later(Settings):
+        other: "OnlyForTypeCheckers | None" = None  # noqa: F821
+        extra: "Annotated[int, Range(at_least=0)]" = 0
+
+    assert Later().other is None
+    with pytest.raises(InputError, match="count=0"):
+        Later(count=0)
+    with pytest.raises(InputError, match="extra=-1"):
+        Later(extra=-1)
+
+
+def test_a_range_that_cannot_be_found_is_an_error_of_its_author():
+    @dataclass(frozen=True)
+    class Local(Checked):
+        extra: "Annotated[int, Bounds(at_least=0)]" = 0  # noqa: F821
+
+    with pytest.raises(NameError, match="Bounds"):
+        Local()

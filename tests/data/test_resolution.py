@@ -121,7 +121,7 @@ def test_impossible_settings_are_refused():
         LowResolution(side=96)
     with pytest.raises(InputError, match=r"until=3\.0: only for a side in pixels"):
         LowResolution(Constant(), until=3.0)
-    with pytest.raises(InputError, match="multiple=0: at least 1 pixel"):
+    with pytest.raises(InputError, match="multiple=0: at least 1; pixels"):
         LowResolution(Constant(), multiple=0)
     with pytest.raises(InputError, match=r"technique\.until = .*a number is wanted"):
         parse(Document, tomllib.loads('technique = {side = 96, until = "later"}'))

@@ -300,7 +300,7 @@ def test_recipe_round_trip():
 
 
 def test_what_it_does_not_fit_is_refused():
-    with pytest.raises(InputError, match="per=pixel: image or batch"):
+    with pytest.raises(InputError, match='per="pixel": "image" or "batch"'):
         Transforms((drawn,), "pixel")
     for wrong in (nn.Identity, "torch.nn.Identity"):
         with pytest.raises(InputError, match=r"transforms: .*Identity.*: a table such as {use = .*}, or in Python a"):

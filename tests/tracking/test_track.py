@@ -1,9 +1,11 @@
 """Track: a tracker gets what a training writes, and one that fails, stalls or fills up never holds it up."""
 
 import json
+import signal
 import socket
 import threading
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import tomli_w
@@ -16,6 +18,7 @@ from kasoku.cli import main
 from kasoku.core import InputError, Job, Threads
 from kasoku.optim import sgd
 from kasoku.tracking import Track, Tracker, track
+from kasoku.training.control import Request
 
 FOREVER_S = 60.0  # that a test waits for a thread before it fails
 
@@ -38,7 +41,8 @@ class Fake:
         assert self.go_on.wait(FOREVER_S)
         self.calls.append(("metrics", step, dict(values)))
 
-    def end(self, files) -> None:
+    def end(self, files, outcome: str) -> None:
+        self.outcome = outcome
         self.calls.append(("end", [file.name for file in files]))
 
 
@@ -173,14 +177,94 @@ def test_only_rank_0_opens_a_tracker_and_close_removes_it(fake, tmp_path):
 
 
 def test_what_cannot_be_tracked_is_refused(monkeypatch):
-    with pytest.raises(InputError, match="to=comet: one of wandb, trackio, mlflow, tensorboard"):
+    with pytest.raises(InputError, match='to="comet": "wandb", "trackio", "mlflow" or "tensorboard"'):
         Track("comet")
     monkeypatch.setattr(track, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"Track: wandb is not installed: pip install 'kasoku\[wandb\]'"):
         Job(nn.Linear(2, 2), sgd).apply(Track("wandb"))
 
 
+@pytest.mark.parametrize("project", ["..", "../..", "/home/u/x", "a/b"])
+def test_a_project_that_names_a_folder_stays_in_it(project):
+    for to in ("tensorboard", "trackio"):
+        with pytest.raises(InputError, match=f"project={project}: names a folder of {to}"):
+            Track(to, project)
+    assert Track("mlflow", project).project == project  # Databricks has /Users/NAME/EXPERIMENT
+
+
+def test_passwords_in_addresses_are_not_sent(fake, tmp_path):
+    for name, text in (("recipe.toml", 'root = "s3://me:secret@there/x"'), ("ledger.json", "{}")):
+        (tmp_path / name).write_text(text)
+    tracker = opened(tmp_path, **{"data.root": "s3://me:secret@there/x", "batch": 8})
+    tracker.close(FOREVER_S)
+    settings = {"data.root": "s3://there/x", "batch": 8}
+    assert fake.calls == [("open", "kasoku", tmp_path.name, settings), ("end", ["ledger.json"])]
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A stand-in for the package of any tracker; a connection is an error."""
+    stand_in = MagicMock()
+    monkeypatch.setattr(track, "import_module", lambda name: stand_in)
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("a connection"))
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    return stand_in
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "status"), [("finished", 0, "FINISHED"), ("stopped", 1, "KILLED"), ("failed", 1, "FAILED")]
+)
+def test_the_run_ends_as_the_training_did(outcome, code, status, library):
+    track._Wandb(Track("wandb", offline=True), "run", {}).end([], outcome)
+    library.init.return_value.finish.assert_called_once_with(exit_code=code)
+    client = track._Mlflow(Track("mlflow", offline=True), "run", {})
+    client.end([], outcome)
+    library.MlflowClient.return_value.set_terminated.assert_called_once_with(client.id, status)
+    track._Wandb(Track("trackio"), "run", {}).end([], outcome)
+    library.init.return_value.finish.assert_called_with()  # it documents no exit code
+
+
+@pytest.mark.parametrize("server", ["", "http://127.0.0.1:9", "databricks", "postgresql://there/runs"])
+def test_mlflow_offline_keeps_to_a_store_on_this_machine(server, library, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    track._Mlflow(Track("mlflow", offline=True), "run", {})
+    library.MlflowClient.assert_called_once_with("sqlite:///mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
+    track._Mlflow(Track("mlflow", offline=True), "run", {})
+    library.MlflowClient.assert_called_with(None)  # which is the variable's
+
+
+def test_wandb_offline_stays_so_whatever_key_there_is(library, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    track._Wandb(Track("wandb", offline=True), "run", {})
+    assert library.init.call_args.kwargs["mode"] == "offline"
+
+
+@pytest.mark.parametrize("name", ["TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"])
+def test_trackio_offline_with_a_server_is_refused(name, library, monkeypatch):
+    monkeypatch.setattr(track, "find_spec", lambda name: True)
+    monkeypatch.setenv(name, "me/mine")
+    with pytest.raises(InputError, match=f"Track: offline, but trackio sends to {name}: unset it"):
+        Job(nn.Linear(2, 2), sgd).apply(Track("trackio", offline=True))
+    Job(nn.Linear(2, 2), sgd).apply(Track("trackio")).close()
+
+
+def test_behind_a_proxy_the_library_finds_the_server(library, monkeypatch, capsys):
+    monkeypatch.setattr(track, "getproxies", lambda: {"https": "http://127.0.0.1:9"})
+    monkeypatch.setattr(track, "proxy_bypass", lambda host: host == "inside")
+    assert track._answers("https://api.wandb.ai", Track("wandb"))
+    monkeypatch.setattr(socket, "create_connection", MagicMock(side_effect=OSError("no route")))
+    assert not track._answers("https://inside", Track("wandb"))
+    assert not track._answers("http://me:secret@there:80", Track("mlflow"))
+    assert not track._answers("https://there", Track("wandb"), key=False)
+    stays = "kasoku: Track: the run stays on this machine, and is not sent to"
+    reasons = ["inside: no route", "there: no route", "there: there is no key for it"]
+    assert capsys.readouterr().err == "".join(f"{stays} {reason}\n" for reason in reasons)
+
+
 def test_a_server_is_used_where_it_answers_and_never_offline(monkeypatch):
+    monkeypatch.setattr(track, "getproxies", dict)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert track._answers(url, Track("mlflow"))
@@ -195,7 +279,7 @@ def test_a_server_is_used_where_it_answers_and_never_offline(monkeypatch):
 # ---- in a training
 
 
-def trained(where: Path, name: str, *techniques: dict[str, object]) -> Path:
+def trained(where: Path, name: str, *techniques: dict[str, object], lr: float = 0.1, code: int = 0) -> Path:
     """The run folder of some 20 steps on the digits."""
     recipe, run = where / f"{name}.toml", where / name
     document = {
@@ -203,12 +287,12 @@ def trained(where: Path, name: str, *techniques: dict[str, object]) -> Path:
         "batch": 64,
         "model": {"use": "kasoku.models.cifarnet", "widths": [8, 8]},
         "data": {"use": "kasoku.data.digits"},
-        "optimizer": {"use": "kasoku.optim.sgd", "lr": 0.1},
+        "optimizer": {"use": "kasoku.optim.sgd", "lr": lr},
         "device": {"threads": 1, "precision": "fp32"},
         "techniques": [{"use": "kasoku.tracking.Track", **each} for each in techniques],
     }
     recipe.write_text(tomli_w.dumps(document))
-    assert main(["train", str(recipe), "--quiet", "--out", str(run)]) == 0
+    assert main(["train", str(recipe), "--quiet", "--out", str(run)]) == code
     return run
 
 
@@ -232,6 +316,17 @@ def test_a_training_sends_its_metrics_recipe_ledger_and_page(fake, tmp_path, mon
     assert ledger == ("metrics", steps, {f"ledger/{row}": s for row, s in rows.items()})
     assert end == ("end", ["recipe.toml", "result.json", "ledger.json", "report.html"])
     assert "<html" in (run / "report.html").read_text()
+    assert fake.outcome == "finished"
+
+
+def test_the_tracker_hears_of_a_training_that_diverged_or_was_stopped(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr("kasoku.training.metrics._LEAST_END_S", FOREVER_S)
+    trained(tmp_path, "diverged", {"to": "tensorboard"}, lr=1e30, code=3)
+    assert fake.outcome == "failed"
+    stop = Request(save=False, stop=signal.SIGTERM)
+    monkeypatch.setattr("kasoku.training.trainer.Trainer.own_request", lambda _: stop)
+    trained(tmp_path, "stopped", {"to": "tensorboard"}, code=75)
+    assert fake.outcome == "stopped"
 
 
 def test_a_training_with_a_tracker_that_hangs_ends_with_the_same_bits(fake, tmp_path, monkeypatch, capsys):

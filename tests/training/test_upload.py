@@ -115,10 +115,34 @@ def test_train_from_python_uploads_as_the_command(memory, tmp_path):
         assert stored(memory) == results(tmp_path / "run")
 
 
-@pytest.mark.parametrize("address", ["runs", "/runs", "file:///runs", "s3"])
-def test_an_upload_into_a_folder_is_refused(address, capsys):
-    assert main(["train", str(RECIPE), "--set", f"save.upload={address}"]) == 2
+def test_without_a_run_folder_a_line_says_that_nothing_is_sent(memory, capsys):
+    settings = [each for each in SHORT if each != "--set"]
+    kasoku.train(kasoku.load_recipe(RECIPE, settings), quiet=True)
+    line = "kasoku: Track and save.upload send nothing without a run folder: give out, a folder\n"
+    assert line not in capsys.readouterr().err
+    kasoku.train(kasoku.load_recipe(RECIPE, [*settings, "save.upload=memory://results"]), quiet=True)
+    assert capsys.readouterr().err.count(line) == 1
+    assert not memory.store
+    track = "techniques=[{use = 'kasoku.tracking.Track', to = 'tensorboard'}]"
+    kasoku.train(kasoku.load_recipe(RECIPE, [*settings, track]), quiet=True)
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_a_folder_for_model_hubs_holds_no_password(memory, tmp_path):
+    train(tmp_path / "run", "--set", "save.upload=memory://me:secret@results")
+    assert "me:secret@" in (tmp_path / "run" / "recipe.toml").read_text()
+    assert main(["export", str(tmp_path / "run"), "--format", "hub", "--out", str(tmp_path / "hub")]) == 0
+    assert not [file for file in (tmp_path / "hub").iterdir() if b"secret" in file.read_bytes()]
+    assert 'upload = "memory://results"' in (tmp_path / "hub" / "recipe.toml").read_text()
+
+
+@pytest.mark.parametrize("address", ["runs", "/runs", "file:///runs", "local:///runs", "s3"])
+def test_an_upload_into_a_folder_is_refused(address, tmp_path, capsys):
+    pytest.importorskip("fsspec", reason="fsspec is missing")
+    run = tmp_path / "run"
+    assert main(["train", str(RECIPE), "--set", f"save.upload={address}", "--out", str(run)]) == 2
     assert f"upload={address}: an address is wanted, such as s3://bucket/runs" in capsys.readouterr().err
+    assert not run.exists()
 
 
 def test_a_missing_package_is_told_before_the_training(tmp_path, monkeypatch, capsys):

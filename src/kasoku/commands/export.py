@@ -9,7 +9,6 @@ transformers can load, with a model card; it also has what makes it a run for `k
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from kasoku.commands.arguments import FORMATS, ExportArguments
 from kasoku.config import libraries
 from kasoku.core import InputError, summary
+from kasoku.core.errors import without_password
 from kasoku.core.files import json_text, read_json, write_atomically, write_text
 from kasoku.data.augment.basic import stored_side
 from kasoku.training.run_folder import output_folder
@@ -159,11 +159,10 @@ def _write_hub(members: Sequence[Trained], path: Path, facts: Mapping[str, Any])
         "README.md": _card(trained, facts),
         "config.json": json_text(libraries.hub_config(recipe.model, trained.job.model, trained.classes, images)),
         "preprocessor_config.json": json_text(facts["preprocessing"]),
+        **{name: without_password((trained.path / name).read_text()) for name in ("recipe.toml", "data.json")},
     }
     folder = output_folder(path, trained.path / "recipe.toml", "hub", written=["recipe.toml"])
     write_atomically(folder / "model.safetensors", partial(save_file, _weights(members), metadata={"format": "pt"}))
-    for name in ("recipe.toml", "data.json"):
-        write_atomically(folder / name, partial(shutil.copyfile, trained.path / name))
     for name, text in texts.items():
         write_text(folder / name, text)
 

@@ -55,7 +55,6 @@ def run(arguments: SimulateArguments) -> int:
         document["sweep"] = {"images_a_gpu": case.images_each(step), "parts": parts, **drawn}
     folder = output_folder(arguments.out, arguments.recipe, "simulated")
     write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
-    arguments.document.update(folder=str(folder), **document)
     files = ["simulation.json"]
     try:
         from kasoku.report.html.page import draw, page  # plotly and jinja2 may be missing
@@ -73,6 +72,7 @@ def run(arguments: SimulateArguments) -> int:
     except InputError as error:
         say(f"no page: {error}")
     print(f"{folder}: {', '.join(files)}")
+    arguments.document.update(folder=str(folder), **document)
     return 0
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
 import torch
@@ -16,11 +16,10 @@ from kasoku.config import libraries
 from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.shipped import RECIPES, locate
 from kasoku.config.toml import Factory, override, parameters_of, parse, read, resolve, table
-from kasoku.core import Constant, InputError, Schedule, Technique, summary
+from kasoku.core import Checked, Constant, InputError, Range, Schedule, Technique, summary
 from kasoku.core.errors import nearest
 from kasoku.core.schedule import epoch_of
 from kasoku.data import Dataset
-from kasoku.data.remote.store import is_remote
 from kasoku.device import Device
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ _AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Checked):
     """The recipe's [evaluate] table: when and how the accuracy is measured, besides at the end.
 
     Args:
@@ -45,47 +44,35 @@ class Evaluate:
         stale: show also the accuracy without Recalibrate, which tells what stale BatchNorm averages cost.
     """
 
-    every: float = 1.0
+    every: Annotated[float, Range("epochs between evaluations", above=0, below=math.inf)] = 1.0
     start: float = 0.0
-    target: float = 0.0
+    target: Annotated[float, Range("a fraction, 0.94 for 94 %", at_least=0, at_most=1)] = 0.0
     stop: bool = True
     views: Literal["plain", "mirror", "crops"] = "plain"
-    batch: int = 0
+    batch: Annotated[int, Range("0 takes as many as training does", at_least=0)] = 0
     stale: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.every < math.inf:
-            raise InputError(f"every={self.every}: epochs between evaluations, above 0")
-        if not 0 <= self.target <= 1:
-            raise InputError(f"target={self.target}: a fraction from 0 to 1 (0.94 for 94 %)")
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(Checked):
     """The recipe's [save] table: checkpoints, and where the results go.
 
     Args:
         every_s: seconds between two checkpoints, 0 or more; 0: not by time.
         every_steps: steps between two checkpoints, 0 or more; 0: not by steps.
         keep: the number of checkpoints that are kept, at least 1.
-        upload: the address (s3://bucket/runs) below which a folder, called as the run folder, gets the results at the
-            end; empty: none.
+        upload: the address of a folder, such as s3://bucket/runs; at the end the results go into a folder below it with
+            the name of the run folder; empty: none. A password in an address here is in their recipe.toml too.
     """
 
-    every_s: float = 300.0
-    every_steps: int = 0
-    keep: int = 2
+    every_s: Annotated[float, Range("0 for none by time", at_least=0)] = 300.0
+    every_steps: Annotated[int, Range("0 for none by steps", at_least=0)] = 0
+    keep: Annotated[int, Range("checkpoints", at_least=1)] = 2
     upload: str = ""
-
-    def __post_init__(self) -> None:
-        if self.every_s < 0 or self.every_steps < 0 or self.keep < 1:
-            raise InputError("every_s and every_steps: 0 or more; keep: at least 1 checkpoint")
-        if self.upload and not is_remote(self.upload):
-            raise InputError(f"upload={self.upload}: an address is wanted, such as s3://bucket/runs")
 
 
 @dataclass(frozen=True)
-class Tune:
+class Tune(Checked):
     """The recipe's [tune] table: how `kasoku tune`, and `kasoku train` with batch = "auto", choose the batch.
 
     Args:
@@ -97,11 +84,10 @@ class Tune:
 
     strategy: Factory | None = None
     target: float | None = None
-    budget: float = 60.0
+    budget: Annotated[float, Range("seconds", above=0, below=math.inf)] = 60.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.budget < math.inf:
-            raise InputError(f"budget={self.budget:g}: seconds above 0 are wanted")
+        super().__post_init__()
         made = self.strategy
         unset = parameters_of(resolve(made.use, "strategy.use")).keys() - made.keys.keys() if made else ()
         if self.target is not None and "target" not in unset:
@@ -110,7 +96,7 @@ class Tune:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """The whole document. It has no world size: `batch` is global, and each device's share is derived.
 
     If the document says batch = "auto", `batch` is where tuning begins: `kasoku train` tunes before it trains, and its
@@ -146,33 +132,26 @@ class Recipe:
     model: Factory
     data: Factory
     optimizer: Factory
-    epochs: float
-    batch: int
+    epochs: Annotated[float, Range(above=0, at_most=_MOST_EPOCHS)]
+    batch: Annotated[int, Range("images", at_least=1)]
     loss: Factory = field(default_factory=lambda: Factory("kasoku.optim.cross_entropy"))
     schedule: Schedule = field(default_factory=Constant)
     techniques: tuple[Technique, ...] = ()
     accumulate: int = 0
     norm_batch: int = 0
-    norm_average: float = 0.0
+    norm_average: Annotated[float, Range("0 for each module's own momentum", at_least=0, below=math.inf)] = 0.0
     last_batch: Literal["drop", "fill"] = "drop"
-    reference_batch: int = 0
+    reference_batch: Annotated[int, Range("0 for this batch", at_least=0)] = 0
     scaling: Literal["linear", "sqrt", "legw"] = "linear"
     origin: str = ""  # read by `auto_batch`
-    seed: int = 0
+    seed: Annotated[int, Range(at_least=0, below=2**63)] = 0
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)
     save: Save = Save()
     tune: Tune = Tune()
 
     def __post_init__(self) -> None:
-        if not 0 < self.epochs <= _MOST_EPOCHS:
-            raise InputError(f"epochs={self.epochs:g}: above 0, and at most {_MOST_EPOCHS:,}")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"seed={self.seed}: from 0 to 2^63 - 1")
-        if self.batch < 1:
-            raise InputError(f"batch={self.batch}: at least 1 image")
-        if self.reference_batch < 0:
-            raise InputError(f"reference_batch={self.reference_batch}: the batch the rates are for, or 0")
+        super().__post_init__()
         if self.accumulate < 0 or (self.accumulate and self.batch % self.accumulate):
             raise InputError(f"accumulate={self.accumulate}: a divisor of batch={self.batch}, from 1 on")
         if self.norm_batch < 0 or (self.norm_batch and self.batch % self.norm_batch):
@@ -182,8 +161,6 @@ class Recipe:
             got = f"with accumulate={self.accumulate} a part of the batch has {once} images"
             advice = f"a group cannot span parts: accumulate at most {self.batch // self.norm_batch}"
             raise InputError(f"norm_batch={self.norm_batch}: {got}, and {advice}")
-        if not 0 <= self.norm_average < math.inf:
-            raise InputError(f"norm_average={self.norm_average}: epochs above 0, or 0 for each module's own momentum")
         _ = self.scaled_schedule  # raises where it cannot be that long
 
     @property

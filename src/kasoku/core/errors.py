@@ -1,6 +1,7 @@
 """The one exception a user's mistake raises, and what others say in one line."""
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
 
@@ -23,6 +24,11 @@ def summary(error: BaseException) -> str:
 def one_line(text: str) -> str:
     """The text, with a question mark for each unprintable character, such as the end of a line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def without_password(text: str) -> str:
+    """The text, with addresses such as s3://user:password@host without what is before the @."""
+    return re.sub(r"(?<!abfs:)(?<!abfss:)//[^/@\s]*@", "//", text)
 
 
 def say(line: str) -> None:

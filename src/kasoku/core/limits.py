@@ -1,7 +1,9 @@
 """Settings that declare what they may be, in the type of their field: `rank: Annotated[int, Range(at_least=1)] = 4`."""
 
 import operator
+from contextlib import suppress
 from functools import cache
+from inspect import get_annotations
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kasoku.core.errors import InputError
@@ -36,7 +38,7 @@ class Checked:
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
             for allowed in getattr(hint, "__metadata__", ()):
-                if (value := getattr(self, name)) is not None and value not in allowed:
+                if isinstance(allowed, Range) and (value := getattr(self, name)) is not None and value not in allowed:
                     raise InputError(f"{name}={value}: {allowed}")
             if get_origin(hint) is Literal and (value := getattr(self, name)) not in get_args(hint):
                 *others, last = (f'"{word}"' for word in get_args(hint))
@@ -45,7 +47,11 @@ class Checked:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    try:
-        return get_type_hints(kind, include_extras=True)
-    except NameError:  # a type that is imported for type checkers only
-        return {}
+    """The types of the fields, but of those that name what only type checkers import, or what a function defines."""
+    hints: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        for name, hint in get_annotations(base).items():
+            alone = type(name, (), {"__module__": base.__module__, "__annotations__": {name: hint}})
+            with suppress(*([] if "Annotated[" in str(hint) else [NameError])):  # no number goes unchecked
+                hints |= get_type_hints(alone, include_extras=True)
+    return hints

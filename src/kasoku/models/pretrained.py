@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import InputError, Job, Stage, Technique, summary
+from kasoku.core import InputError, Job, Range, Stage, Technique, summary
 from kasoku.core.files import checked_file
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints keep the weights
@@ -37,13 +37,12 @@ class Pretrained(Technique, stage=Stage.MODEL, in_sandbox=False):
     """
 
     weights: str
-    freeze: int = 0
+    freeze: Annotated[int, Range(at_least=0)] = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.weights:
             raise InputError("weights: missing; the file to start from, .safetensors or a torch file of weights")
-        if self.freeze < 0:
-            raise InputError(f"freeze={self.freeze}: 0 blocks or more")
 
     def apply(self, job: Job) -> None:
         """Loads the weights and freezes the blocks; `close` unfreezes the blocks but keeps the weights."""

@@ -2,7 +2,7 @@
 
 Note: never in the way. The training puts calls into a bounded queue, and one daemon thread makes them. Calls that fail,
 and those that the queue has no room for, are lost; a line at the end says how many, and why. At the end the training
-waits for the rest, but at most 1 % of its own time, or 15 seconds.
+waits for the rest, but at most 1 % of its own time or 15 seconds, whichever is longer.
 """
 
 import os
@@ -19,8 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from kasoku.core import InputError, Job, Technique, say, summary
+from kasoku.core.errors import without_password
 
 _MOST_CALLS = 1000  # that wait for the thread
 _CONNECT_S = 3.0  # until a server counts as out of reach
@@ -34,16 +36,18 @@ class Track(Technique, in_sandbox=False):
     Rank 0 sends them, from a thread: a tracker that fails or stalls loses them, and the training goes on. The run has
     the name of the run folder; a resumed training is a further run of this name. Servers and keys are those of the
     tracker's own environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, ...). Where there is no
-    server, no key or no network, the run stays on this machine: in wandb/ (`wandb sync` sends it), in mlflow.db, or in
-    the folder of trackio. TensorBoard gets tensorboard/PROJECT/RUN, with the files as text.
+    server, no key or no network, a line says so, and the run stays on this machine: in wandb/ (`wandb sync` sends it)
+    or in mlflow.db. TensorBoard gets tensorboard/PROJECT/RUN, with the files as text. trackio is used as it documents
+    itself, and has not been tried. Addresses are sent without passwords, and a recipe.toml with one is not sent.
 
     Args:
         to: the tracker; its package comes with `pip install 'kasoku[wandb]'`, `[mlflow]`, `[trackio]`.
         project: the project; of MLflow the experiment.
-        offline: use no network, even where there is one.
+        offline: use no network, even where there is one; refused where the environment gives trackio a server.
 
     Saves: searching for runs on several machines.
-    Costs: microseconds for each line of metrics, on rank 0; seconds at the end, at most 1 % of the training or 15.
+    Costs: microseconds for each line of metrics, on rank 0; at the end the training waits for at most a
+        hundredth of its time or fifteen seconds, whichever is longer.
     """
 
     to: Literal["wandb", "trackio", "mlflow", "tensorboard"]
@@ -51,13 +55,17 @@ class Track(Technique, in_sandbox=False):
     offline: bool = False
 
     def __post_init__(self) -> None:
-        if self.to not in _BACKENDS:
-            raise InputError(f"to={self.to}: one of {', '.join(_BACKENDS)}")
+        super().__post_init__()
+        if self.to in ("tensorboard", "trackio") and (self.project == ".." or Path(self.project).name != self.project):
+            raise InputError(f"project={self.project}: names a folder of {self.to}, so it has no / and is not ..")
 
     def apply(self, job: Job) -> None:
         """Adds a `Tracker` to `job.trackers`, on all ranks. Raises InputError if the package is not installed."""
         if find_spec(self.to) is None:
             raise InputError(f"Track: {self.to} is not installed: pip install 'kasoku[{self.to}]'")
+        for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            if self.offline and self.to == "trackio" and os.environ.get(name):
+                raise InputError(f"Track: offline, but trackio sends to {name}: unset it")
         tracker = Tracker(self, active=job.comm.rank == 0)
         job.patch(job, "trackers", (*job.trackers, tracker))
         job.on_close(tracker.close)
@@ -77,7 +85,8 @@ class Tracker:
         """Begins a run named after the run folder; `settings`: the recipe, flat."""
         if self.active:
             self._folder = folder
-            connect = partial(_BACKENDS[self.track.to], self.track, folder.name, settings)
+            plain = {name: without_password(v) if isinstance(v, str) else v for name, v in settings.items()}
+            connect = partial(_BACKENDS[self.track.to], self.track, folder.name, plain)
             self._thread = threading.Thread(target=self._work, args=(connect,), name="kasoku-track", daemon=True)
             self._made = 1  # the thread connects
             self._thread.start()
@@ -86,17 +95,20 @@ class Tracker:
         """Records values of a step."""
         self._call(lambda run: run.metrics(step, values))
 
-    def close(self, wait_s: float = 15.0, page: Callable[[], object] | None = None) -> None:
+    def close(self, wait_s: float = 15.0, page: Callable[[], object] | None = None, outcome: str = "finished") -> None:
         """Sends the files of the run folder and ends the run; waits at most `wait_s`, and says what was lost.
 
-        `page`: writes report.html; it is called in the thread.
+        `page`: writes report.html; it is called in the thread. `outcome`: finished, stopped or failed.
         """
         thread, until_s = self._thread, time.monotonic() + wait_s
         if thread is None:
             return
 
         def end(run: Any) -> None:
-            run.end([file for name in _FILES if (file := self._folder / name).is_file()])
+            files = [file for name in _FILES if (file := self._folder / name).is_file()]
+            if files and files[0].suffix == ".toml" and without_password(text := files[0].read_text()) != text:
+                del files[0]
+            run.end(files, outcome)
 
         for call in (*([lambda run: page()] if page else []), end):
             self._call(call, wait_s)
@@ -137,27 +149,29 @@ class _Wandb:
 
     def __init__(self, track: Track, name: str, settings: Mapping[str, object]) -> None:
         library, more = import_module(track.to), {}
-        if track.to == "wandb":
+        self.is_wandb = track.to == "wandb"
+        if self.is_wandb:
             server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-            online = library.api.api_key and _answers(server, track)
-            mode = None if online or os.environ.get("WANDB_MODE") == "disabled" else "offline"
-            more = {"mode": mode, "settings": library.Settings(silent=True, console="off")}
+            chosen = os.environ.get("WANDB_MODE") in ("disabled", "offline")
+            online = chosen or _answers(server, track, key=bool(library.api.api_key))
+            more = {"mode": None if online else "offline", "settings": library.Settings(silent=True, console="off")}
         self.run = library.init(project=track.project, name=name, config=dict(settings), **more)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
 
-    def end(self, files: Sequence[Path]) -> None:
+    def end(self, files: Sequence[Path], outcome: str) -> None:
         for file in files:
             self.run.log_artifact(str(file), type="run")
-        self.run.finish()
+        self.run.finish(**({"exit_code": int(outcome != "finished")} if self.is_wandb else {}))
 
 
 class _Mlflow:
     def __init__(self, track: Track, name: str, settings: Mapping[str, object]) -> None:
         library, self.entities = import_module("mlflow"), import_module("mlflow.entities")
         server = os.environ.get("MLFLOW_TRACKING_URI", "")
-        local = server.startswith("http") and not _answers(server, track)
+        away = server.startswith("http") and not _answers(server, track)
+        local = away or (track.offline and not server.startswith(("sqlite:", "file:")))
         self.client = library.MlflowClient("sqlite:///mlflow.db" if local else None)
         known = self.client.get_experiment_by_name(track.project)
         experiment = known.experiment_id if known else self.client.create_experiment(track.project)
@@ -171,10 +185,10 @@ class _Mlflow:
         metrics = [self.entities.Metric(name, value, now_ms, step) for name, value in values.items()]
         self.client.log_batch(self.id, metrics=metrics)
 
-    def end(self, files: Sequence[Path]) -> None:
+    def end(self, files: Sequence[Path], outcome: str) -> None:
         for file in files:
             self.client.log_artifact(self.id, str(file))
-        self.client.set_terminated(self.id)
+        self.client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(outcome, "FAILED"))
 
 
 class _TensorBoard:
@@ -186,7 +200,7 @@ class _TensorBoard:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
-    def end(self, files: Sequence[Path]) -> None:
+    def end(self, files: Sequence[Path], outcome: str) -> None:
         for file in files:
             whole = file.resolve() if file.suffix == ".html" else file.read_text()
             self.writer.add_text(file.name, f"```\n{whole}\n```")
@@ -196,12 +210,19 @@ class _TensorBoard:
 _BACKENDS = {"wandb": _Wandb, "trackio": _Wandb, "mlflow": _Mlflow, "tensorboard": _TensorBoard}
 
 
-def _answers(server: str, track: Track) -> bool:
-    """Whether a server may be used, and can be reached."""
+def _answers(server: str, track: Track, *, key: bool = True) -> bool:
+    """Whether a server is to be used, and can be reached, if by a proxy; says so where a run stays on this machine."""
     at = urlsplit(server)
-    port = at.port or (80 if at.scheme == "http" else 443)
-    with suppress(OSError):
-        if not track.offline:
-            socket.create_connection((at.hostname or "", port), _CONNECT_S).close()
+    host, port = at.hostname or "", at.port or (80 if at.scheme == "http" else 443)
+    if track.offline:
+        return False
+    reason = "there is no key for it"
+    if key:
+        try:
+            if at.scheme not in getproxies() or proxy_bypass(host):  # else the library asks the proxy
+                socket.create_connection((host, port), _CONNECT_S).close()
             return True
+        except OSError as error:
+            reason = summary(error)
+    say(f"Track: the run stays on this machine, and is not sent to {host}: {reason}")
     return False

@@ -8,7 +8,7 @@ from pathlib import Path
 from kasoku.config import trust
 from kasoku.config.recipe import Recipe, load
 from kasoku.config.shipped import locate
-from kasoku.core import Comm, InputError, Wall
+from kasoku.core import Comm, InputError, Wall, say
 from kasoku.core.comm import default_comm
 from kasoku.data import find_images
 from kasoku.distributed.consensus import run_on_all_ranks
@@ -44,7 +44,7 @@ def train(
 
     Args:
         recipe: what to train.
-        out: the run folder, a new one. None: nothing is written, and only the result stays.
+        out: the run folder, a new one. None: nothing is written or sent, and only the result stays.
         comm: the ranks, `kasoku.distributed.TorchComm()` in a process group; one rank by default.
         resume: go on with the run in `out` from its last checkpoint, to the same bits. A finished run is left as it is.
         quiet: no progress bar.
@@ -67,6 +67,8 @@ def train(
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=shares))
     if not out:
+        if comm.rank == 0 and (training.job.trackers or recipe.save.upload):
+            say("Track and save.upload send nothing without a run folder: give out, a folder")
         return fit(training, None, started=started, quiet=quiet)
     begin = partial(training.describe, import_folders=None if resume else trust.import_folders(None))
     result = fit_in(Path(out), training, begin, started=started, resume=resume, quiet=quiet)

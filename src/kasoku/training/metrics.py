@@ -56,6 +56,7 @@ class Metrics:
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
         self._began_s, self._first_step = self.job.clock.now(), True
+        self.outcome = "failed"  # until `finish`
         for tracker in self.job.trackers:
             if run:
                 tracker.open(run.path, flat_settings(table(state.recipe)))
@@ -64,7 +65,7 @@ class Metrics:
         self.bar.close()
         self.log.close()
         for tracker in self.job.trackers:
-            tracker.close(max(_LEAST_END_S, 0.01 * self.seconds()), self._write_page)
+            tracker.close(max(_LEAST_END_S, 0.01 * self.seconds()), self._write_page, self.outcome)
 
     def _write_page(self) -> None:
         """Writes report.html. Raises InputError if plotly or jinja2 is not installed."""
@@ -211,5 +212,6 @@ class Metrics:
             tracker.metrics(job.steps, {f"ledger/{row}": s for row, s in ledger["rows"].items()})
         for bottleneck in ledger["verdict"][:1]:
             self.bar.say(str(StepBottleneck(**bottleneck)))
+        self.outcome = "stopped" if stopped else "finished"
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result

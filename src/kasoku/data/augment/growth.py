@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from torch.nn import functional
 
-from kasoku.core import Batch, InputError, Job, Schedule, Stage, StepDecay, Technique
+from kasoku.core import Batch, InputError, Job, Range, Schedule, Stage, StepDecay, Technique
 from kasoku.core.schedule import epoch_of
 from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.loader import Loader
@@ -98,20 +98,19 @@ class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_re
     """
 
     side: Schedule | int
-    until: float | None = None
-    multiple: int = 32
-    epochs: float = 0.0
+    until: Annotated[float | None, Range(at_least=0)] = None
+    multiple: Annotated[int, Range("pixels", at_least=1)] = 32
+    epochs: Annotated[float, Range(at_least=0)] = 0.0
 
     def __post_init__(self) -> None:
-        if self.multiple < 1:
-            raise InputError(f"multiple={self.multiple}: at least 1 pixel")
+        super().__post_init__()
         if isinstance(self.side, Schedule):
             if self.until is not None:
                 raise InputError(f"until={self.until}: only for a side in pixels, a schedule ends itself; leave it out")
         elif self.until is None:
             raise InputError(f"side={self.side}: until when? Give until, a share of the training or an epoch")
-        elif self.side < 1 or not (self.until >= 0 <= self.epochs):
-            raise InputError(f"side={self.side}, until={self.until}, epochs={self.epochs}: at least 1 pixel, 0 or more")
+        elif self.side < 1:
+            raise InputError(f"side={self.side}: at least 1 pixel")
 
     def over(self, epochs: float) -> Technique:
         side = self.side.over(epochs) if isinstance(self.side, Schedule) else self.side

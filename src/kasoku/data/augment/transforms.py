@@ -45,9 +45,8 @@ class Transforms(Technique, stage=Stage.DATA, changes_pixels=True, in_sandbox=Fa
     per: Literal["image", "batch"] = "image"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "transforms", tuple(self.transforms))
-        if self.per not in ("image", "batch"):
-            raise InputError(f"per={self.per}: image or batch")
         for each in self.transforms:
             if isinstance(each, type) or not callable(each):
                 wanted = 'a table such as {use = "torchvision.transforms.v2.RandAugment"}, or in Python a transform'

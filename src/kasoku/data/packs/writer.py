@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from PIL import Image
@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kasoku.core.errors import InputError, one_line
 from kasoku.core.files import lock, write_atomically, write_text
 from kasoku.core.hardware import cores
+from kasoku.core.limits import Checked, Range
 from kasoku.data.datasets.base import Dataset, Encoded
 from kasoku.data.datasets.tables import hugging_face, source_of
 from kasoku.data.decode.decode import decode, upright
@@ -44,20 +45,12 @@ _END = bytes(2 * BLOCK_BYTES)  # of a tar file
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(Checked):
     """The format of packed images."""
 
-    side: int  # pixels of the shorter side to which larger images are reduced; 0: no change
-    format: str  # jpeg or raw
-    quality: int  # of JPEG files, 1 to 100
-
-    def __post_init__(self) -> None:
-        if self.side < 0:
-            raise InputError(f"side={self.side}: 0 (as they are) or more pixels")
-        if self.format not in ("jpeg", "raw"):
-            raise InputError(f"format={self.format}: jpeg or raw")
-        if not 1 <= self.quality <= 100:
-            raise InputError(f"quality={self.quality}: 1 to 100")
+    side: Annotated[int, Range("0 keeps images as they are", at_least=0)]  # pixels of the shorter side, at most
+    format: Literal["jpeg", "raw"]
+    quality: Annotated[int, Range(at_least=1, at_most=100)]  # of JPEG files
 
     def encoded(self, source: bytes | np.ndarray, name: str) -> bytes:
         """Encodes an image file's bytes, or pixels_HWC (uint8). Raises InputError for a damaged image."""

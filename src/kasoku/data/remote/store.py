@@ -6,7 +6,6 @@ import errno
 import hashlib
 import importlib
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
-from kasoku.core.errors import InputError, one_line, say
+from kasoku.core.errors import InputError, one_line, say, without_password
 from kasoku.core.files import open_regular, scan
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.cache import Pieces, cache_folder
@@ -201,10 +200,12 @@ class Store:
 def send(root: str, files: dict[str, Path]) -> str:
     """Writes local files to their paths below an address, over what is there; returns the address without its password.
 
-    It is opened even if there are no files, which sends nothing. Errors: as of Store, also for a file that arrives with
-    another size.
+    It is opened even if there are no files, which sends nothing. Errors: as of Store, and for a folder of this machine
+    and a file that arrives with another size.
     """
     far = _Far(root, "save.upload")
+    if far.here:
+        raise InputError(f"save.upload={far.shown}: an address is wanted, such as s3://bucket/runs")
     for path, file in files.items():
         far.write(path, file)
     return far.shown
@@ -242,6 +243,7 @@ class _Far:
                 f"{setting}={self.shown}: cannot be opened ({_plain(error)}); check the address"
             ) from error
         self._top = str(top).rstrip("/")
+        self.here = getattr(self._system, "local_file", False)  # of fsspec: the files are on this machine
         self._exact = {"block_size": 1} if root.startswith("webhdfs:") else {}  # else it reads 4 MiB more each time
         self._gave_up_s = 0.0  # when a request last gave up; older requests then give up at their next failure
 
@@ -353,7 +355,7 @@ def _state(info: dict[str, Any]) -> tuple[int, str]:
 
 
 def _plain(text: object) -> str:  # its first line, without a password
-    return re.sub(r"(?<!abfs:)(?<!abfss:)//[^/@\s]*@", "//", str(text).strip().partition("\n")[0])
+    return without_password(str(text).strip().partition("\n")[0])
 
 
 HERE = Store(os.sep)  # files of this machine, by absolute paths
