@@ -211,7 +211,7 @@ from kasoku.models import cifarnet
 def late(num_classes: int = 10, in_channels: int = 1):
     model = cifarnet(num_classes=num_classes, in_channels=in_channels, widths=[8, 16])
     if os.environ["RANK"] == "1":
-        model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.15))
     return model
 """
 
@@ -231,8 +231,8 @@ def test_two_ranks_are_profiled_together_and_the_slowest_is_named(tmp_path: Path
     profiles = [json.loads((out / f"profile{i}.json").read_text()) for i in ("", "-1")]
     assert all(profile["blocks"] and profile["iterations"] for profile in profiles)
     first, second = profiles[0]["ranks"]
-    assert first["wait_s"] > 0.03 > second["wait_s"], "rank 0 waits for rank 1's nap"
-    assert second["compute_s"] > first["compute_s"] + 0.03
+    assert first["wait_s"] > 0.1 > second["wait_s"], "rank 0 waits for rank 1's nap"
+    assert second["compute_s"] > first["compute_s"] + 0.1
     assert second["compute_s"] == pytest.approx(sum(second[f"{row}_s"] for row in ("forward", "backward", "update")))
     assert first["idle"] > 0.5
     assert len(json.loads((out / "ledger.json").read_text())["ranks"]) == 2
