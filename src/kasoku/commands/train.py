@@ -23,6 +23,7 @@ from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
 from kasoku.core import Comm, InputError, say
+from kasoku.data import Shares
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
@@ -134,7 +135,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.report import print_table
-    from kasoku.training import trainer
+    from kasoku.training import elastic, trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
     has_run = partial(_has_run, arguments) if comm.rank == 0 else bool
@@ -154,20 +155,22 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         _say_once(comm, f"{folder}: {over}")
         return _end(comm, None, folder, recipe)
     announced = arguments.data and not arguments.quiet and not resume
-    arguments = replace(arguments, quiet=arguments.quiet or comm.rank > 0)
+    quiet = arguments.quiet  # of the rank 0 at the end
+    arguments = replace(arguments, quiet=quiet or comm.rank > 0)
     tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
     # before the folder is written: a start that fails leaves nothing behind
     shares = shares_of(recipe, tuned.result.speeds) if tuned else ()
     if resume and not tuned:
         shares = shares_in(folder, comm, recipe.batch)
-    training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
+    known = {"dataset": dataset, "start": start, "shares": Shares(shares)}
+    training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, **known))
     rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
     with _advised(folder):
         begin = partial(_begin, arguments, training, tuned, rows)
-        started, quiet = arguments.started, arguments.quiet
-        result = trainer.fit_in(folder, training, begin, started=started, resume=resume, quiet=quiet)
-    if comm.rank == 0 and not result.stopped and not arguments.quiet:
+        started = arguments.started
+        result = elastic.fit_in(folder, training, begin, started=started, resume=resume, quiet=quiet)
+    if comm.rank == 0 and not result.stopped and not quiet:
         print_table("", result.rows(folder))
     return _end(comm, result.stopped, folder, recipe)
 

@@ -44,6 +44,7 @@ class Technique(Checked):
 
     exchanges_gradients: ClassVar[bool] = False  # sends gradients or updates to the other ranks
     averages_gradients: ClassVar[bool] = False  # replaces gradients by their means over the ranks of `job.step_comm`
+    sums_exactly: ClassVar[bool] = False  # adds the gradients of all parts so that their order changes no bit
     overlaps_backward: ClassVar[bool] = False  # sends gradients in buckets while backward runs
     channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
     averages_weights: ClassVar[bool] = False  # evaluates with other weights than those that are trained

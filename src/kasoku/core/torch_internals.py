@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -70,6 +71,12 @@ def remove_step_hooks(optimizer: Optimizer) -> None:
     """Leaves an optimizer without hooks around its step (2.13)."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def abort_nccl() -> None:
+    """Aborts the NCCL communicators of all process groups (2.13; not yet seen on a GPU)."""
+    abort: Any = dist.distributed_c10d._abort_process_group
+    abort()
 
 
 def cpu_computes_bf16() -> bool:

@@ -38,9 +38,16 @@ class Activity:
         self._clock = clock or Wall()
         self.counts: list[CountingComm] = []
         self.heartbeat: Any = None  # a StoreHeartbeat, which reports this to the other ranks
+        self.membership: Any = None  # a Membership, where lost ranks need not end the training
         self._last_step, self._busy_until = self._clock.now(), -math.inf
         self._rests = False
         self._durations_s: deque[float] = deque(maxlen=64)
+
+    def forget(self) -> None:
+        """Forgets the steps and the collectives so far: the training starts again with other ranks."""
+        self.counts.clear()
+        self._durations_s.clear()
+        self._last_step, self._busy_until, self._rests = self._clock.now(), -math.inf, False
 
     def step(self) -> None:
         """Must be called after each optimizer step."""
@@ -106,8 +113,18 @@ class CountingComm(Comm):
     """
 
     def __init__(self, inner: Comm, activity: Activity, ranks: Sequence[int] = ()) -> None:
-        self.inner, self.activity, self.ranks = inner, activity, ranks
-        self.rank, self.size, self.clock, self.thread_safe = inner.rank, inner.size, inner.clock, inner.thread_safe
+        self.activity, self.ranks = activity, ranks
+        self._take(inner)
+
+    def replace(self, inner: Comm) -> None:
+        """Goes on with the ranks of another comm: for code that holds this one. Forgets the channels so far."""
+        self.activity.forget()
+        self._take(inner)
+
+    def _take(self, inner: Comm) -> None:
+        activity, ranks = self.activity, self.ranks
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.clock, self.thread_safe = inner.clock, inner.thread_safe
         self.name = f" on channel {len(activity.counts)}" if activity.counts else ""
         self.name += f" of ranks {', '.join(map(str, ranks))}" if ranks else ""
         self.started = 0

@@ -40,11 +40,17 @@ LOST_RANK_EXIT_CODE = 4  # of a process that ends because another rank died or h
 ENDED, FAILED, INFORMED = b"e", b"f", b"v"  # INFORMED: it has read the verdict
 _NO_VERDICT = b"-"
 _ADVICE = "start all ranks again with --continue --out DIR (torchrun --max-restarts N does it by itself)"
+Fault = tuple[str, list[int]]  # a line, and the ranks without which the others may go on
 _CONNECT = timedelta(seconds=30)  # twice that if nobody listens
 
 
 class LostRankError(RuntimeError):
     """Another rank is gone, so this one cannot go on."""
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether the error is that of a collective that failed, as when another rank is gone."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading.Thread:
@@ -122,6 +128,12 @@ class Watchdog:
         `store`: host and port of a `torch.distributed.TCPStore` (MASTER_ADDR, MASTER_PORT).
         """
         activity = Activity(self.hang_timeout_s, comm.clock)
+        self.watch(activity, comm, store)
+        return CountingComm(comm, activity)
+
+    def watch(self, activity: Activity, comm: Comm, store: tuple[str, int]) -> None:
+        """Watches over an activity, as `start` does; collective."""
+        activity.heartbeat = None
         if comm.size > 1:
             host, port = store
             client = dist.TCPStore  # type: ignore[attr-defined]
@@ -133,7 +145,6 @@ class Watchdog:
                 raise InputError(line) from error
             activity.heartbeat = StoreHeartbeat(self, activity, comm, connected, f"{host}:{port}")
             activity.heartbeat.start()
-        return CountingComm(comm, activity)
 
 
 class StoreHeartbeat:
@@ -155,6 +166,7 @@ class StoreHeartbeat:
         self._last_busy = self.clock.now()  # until then a rank was starting or busy, so the others had to wait
         self.written = self.answers = 0  # heartbeats, and requests that the store has answered
         self.failed = ""
+        self.fault: Fault = ("", [])  # that was reported
         self.closing, self.over, self.reported = threading.Event(), threading.Event(), threading.Lock()
         if self.rank == 0:
             self.store.set(self.verdict, _NO_VERDICT.decode())
@@ -186,7 +198,7 @@ class StoreHeartbeat:
             if self.rank == 0:
                 yield from self.wait_for_ranks(self.settings.dead_s + 2 * self.settings.beat_s)
         except RuntimeError:
-            self.report(self.lost_store())
+            self.report(*self.lost_store())
         finally:
             self.over.set()
 
@@ -198,7 +210,7 @@ class StoreHeartbeat:
             unanswered = unanswered + 1 if self.answers == last else 0
             last = self.answers
             if unanswered > self.detector.patience:
-                self.report(self.lost_store())
+                self.report(*self.lost_store())
 
     def write(self, state: bytes) -> None:
         """Writes this rank's heartbeat."""
@@ -211,23 +223,23 @@ class StoreHeartbeat:
         keys = [self.keys[rank] for rank in self.detector.ranks]
         *heartbeats, verdict = self.store.multi_get([*keys, self.verdict])
         self.answers += 1
-        line = self.judge(heartbeats) if verdict == _NO_VERDICT else ""
-        if line:
-            verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), line)  # the first verdict counts
+        fault = self.judge(heartbeats) if verdict == _NO_VERDICT else None
+        if fault:  # the first verdict counts
+            verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
         if verdict != _NO_VERDICT:
             with suppress(RuntimeError):  # a store that breaks now changes nothing
                 self.write(INFORMED)
                 if self.rank == 0:
                     yield from self.wait_for_ranks(3 * self.settings.beat_s)
-            self.report(verdict.decode())
+            self.report(*json.loads(verdict))
             return True
         if self.rank > 0 and heartbeats[0][:1] == ENDED:
             self.write(ENDED)
             return True
         return False
 
-    def judge(self, heartbeats: Sequence[bytes]) -> str:
-        """The line for the fault that these heartbeats show; empty if there is none."""
+    def judge(self, heartbeats: Sequence[bytes]) -> Fault | None:
+        """The fault that these heartbeats show, if any."""
         detector, now = self.detector, self.clock.now()
         detector.count_beat()
         for rank, heartbeat in zip(detector.ranks, heartbeats, strict=True):
@@ -239,35 +251,38 @@ class StoreHeartbeat:
         if {*states} & {STARTING, BUSY}:
             self._last_busy = now
         if self.rank > 0 or STALLED not in states or now - self._last_busy < self.activity.limit_s:
-            return ""
+            return None
         reports = [self.activity.report(), *(json.loads(heartbeat[1:]) for heartbeat in heartbeats)]
         at_work = [i for i, report in enumerate(reports) if not report["rests"]]
         if STALLED not in [states[i] for i in at_work]:  # it has come to rest since its state was read
-            return ""
+            return None
         idle_s = max(reports[i]["idle_s"] for i in at_work)
-        return f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
+        return f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}", []
 
-    def death(self, ranks: Sequence[int]) -> str:
-        """The line for dead ranks."""
+    def death(self, ranks: Sequence[int]) -> Fault:
+        """The fault of dead ranks. One that failed by an error ends all: it might meet the others too."""
         last = self.detector.last[ranks[0]]
         if last[:1] == FAILED:
-            return f"{self.names(ranks)} failed: {json.loads(last[1:])['failed']}"
-        return f"{self.names(ranks)} died: no heartbeat for {self.settings.dead_s:g} s"
+            return f"{self.names(ranks)} failed: {json.loads(last[1:])['failed']}", []
+        return f"{self.names(ranks)} died: no heartbeat for {self.detector.patience * self.settings.beat_s:g} s", [
+            *ranks
+        ]
 
-    def lost_store(self) -> str:
-        """The line for a store that does not answer."""
+    def lost_store(self) -> Fault:
+        """The fault of a store that does not answer."""
         if self.detector.last.get(0, b"")[:1] == FAILED:
             return self.death([0])
         rank = f"{self.names([0])} is gone: " if self.rank > 0 else ""
-        return f"{rank}the store at {self.address} does not answer"
+        return f"{rank}the store at {self.address} does not answer", [0] if self.rank > 0 else []
 
     def names(self, ranks: Sequence[int]) -> str:
         """Ranks with their hosts and process ids."""
         return name_ranks(ranks, lambda rank: f"{rank} ({self.processes[rank]})")
 
-    def report(self, line: str) -> None:
+    def report(self, line: str, lost: list[int]) -> None:
         """Reports a fault, once; nothing if this rank has ended already."""
         if not self.closing.is_set() and self.reported.acquire(blocking=False):
+            self.fault = line, lost
             self.settings.on_fault(f"{line}; {_ADVICE}")
         self.over.set()
 

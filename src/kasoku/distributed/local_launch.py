@@ -2,7 +2,8 @@
 
 Note: the exit code. Ranks that end regularly end alike, so the first exit code stands for all. If one crashes, the
 rest end because they lost it, or would wait for it for ever: after a grace period they get a SIGTERM, then a SIGKILL.
-The code is that of the rank that crashed.
+The code is that of the rank that crashed. Where the rest goes on without it (Membership), they say so by a SIGUSR1, and
+the code is theirs.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from kasoku.core import Comm, say
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.environment import Place, place
 from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, LostRankError
+from kasoku.distributed.membership import LAUNCHER
 from kasoku.distributed.rendezvous import process_group
 from kasoku.distributed.startup import Start
 
@@ -74,10 +77,11 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
         with socket.socket() as s:
             s.bind(("", 0))
             port = s.getsockname()[1]
-    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started)}
+    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "kasoku", *arguments]
     processes: list[subprocess.Popen[bytes]] = []
     arrived: list[int] = []
+    regrouped = threading.Event()
 
     def forward(number: int, frame: object) -> None:
         arrived.append(number)
@@ -85,12 +89,13 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
             process.send_signal(number)
 
     old = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: regrouped.set())
     try:
         for here in places:
             if not arrived:  # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
                 environment = {**os.environ, **common, **here.environment}
                 processes.append(subprocess.Popen(command, env=environment, process_group=0))
-        return _wait(processes)
+        return _wait(processes, regrouped)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -121,14 +126,21 @@ def attach_to_launcher() -> float | None:
     return float(started)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for all; the exit code of the first that failed by itself, or 128 + n if signal n ended it."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]], regrouped: threading.Event) -> int:
+    """Waits for all; the exit code of the first that failed by itself, or 128 + n if signal n ended it.
+
+    `regrouped`: set where ranks go on without those that failed; later those may end too that were given up.
+    """
     failed: dict[int, int] = {}  # by process, in the order they failed
+    ignored: set[int] = set()
     since, signals = time.monotonic(), 0
     while True:
         codes = [process.poll() for process in processes]
+        if regrouped.is_set():
+            ignored |= {i for i, code in enumerate(codes) if code and (i in failed or code == LOST_RANK_EXIT_CODE)}
+            failed = {i: code for i, code in failed.items() if i not in ignored}
         if not signals:
-            failed |= {i: code for i, code in enumerate(codes) if code and i not in failed}
+            failed |= {i: code for i, code in enumerate(codes) if code and i not in failed and i not in ignored}
         others = (code for code in failed.values() if code != LOST_RANK_EXIT_CODE)
         first = next(others, LOST_RANK_EXIT_CODE if failed else 0)
         if None not in codes:

@@ -50,7 +50,9 @@ class SyncSource:
     def images(self, y_N: Tensor) -> int:
         """The images of a micro-batch on all ranks."""
         loader = self.job.plain_loader
-        return loader.batch // self.job.accumulate if loader.shares else len(y_N) * self.job.comm.size
+        if not loader.shares:
+            return len(y_N) * self.job.comm.size
+        return min(-(-loader.batch // self.job.accumulate), loader.batch - self.metrics.images_begun)
 
     def sync(self) -> Request:
         """The requests of the last exchange between ranks, which is not after every step. Collective."""
@@ -195,21 +197,23 @@ def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Bat
         return
     with closing(own_batches(job.loader, activity)) as own:  # an error's traceback would keep its threads
         while True:
-            batch: list[Batch] = []
+            batch: list[Batch] = []  # or all parts of it, where ranks have unequally many
             failure: InputError | None = None
+            together = loader.parts if loader.at_once else 1
             try:
-                batch.extend(islice(own, 1))
+                batch.extend(islice(own, together))
             except InputError as error:
                 failure = error
             if not batch and not failure:
                 return  # all ranks have equally many
             with job.trace.span("wait", "the other ranks' input"):
-                passes = barrier.passes(failure, loader.safe_batches)
+                passes = barrier.passes(failure, loader.safe_batches // together)
             if not passes:
                 if barrier.comm is job.comm:
                     raise_on_all_ranks(job.comm, failure)
                 raise failure or ReportedElsewhereError("another rank of this node has no batch")
-            yield batch.pop()
+            while batch:
+                yield batch.pop(0)
 
 
 def own_batches(loader: Iterable[Batch], activity: Activity) -> Generator[Batch]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from kasoku.config.recipe import Recipe
 from kasoku.core import Job
@@ -36,6 +37,7 @@ class Training:
     total_steps: int
     start: Start  # the tasks of the start-up, with their times
     outputs: int = 0  # of the network for an image; 0: unknown
+    snapshots: Any = None  # Snapshots, if the training can go on without lost ranks
 
     def describe(self, run: RunFolder, import_folders: Sequence[str] | None) -> None:
         """Writes what a run trains before it starts: its data, its machine, its resolved recipe, unequal shares.

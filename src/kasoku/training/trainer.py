@@ -1,10 +1,9 @@
 """Build a training from a recipe, and fit it: the training loop. `fit` says which exit code follows from its end."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -32,7 +31,7 @@ from kasoku.training.batches import AsyncSource, SyncSource
 from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics
-from kasoku.training.run_folder import RunFolder, run_folder
+from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import NO_CHECKPOINT, Result, RunState, Training
 from kasoku.training.validation import Validation
 
@@ -54,10 +53,16 @@ class Trainer:
         self, training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
     ) -> None:
         self.job, self.state = training.job, RunState(training, run)
-        if resume:
+        copies = training.snapshots
+        goes_on = bool(copies) and copies.newest >= 0  # with other ranks than before
+        if goes_on:
+            copies.restore(self.state)
+        elif resume:
             resume_from_checkpoint(self.state)
-        self.metrics = Metrics(self.state, started=started, resumed=resume, quiet=quiet)
+        self.metrics = Metrics(self.state, started=started, resumed=resume or goes_on, quiet=quiet)
         self.checkpointing = Checkpointing(self.state, self.metrics)
+        if copies:
+            copies.begin(self.checkpointing)
         self.validation = Validation(self.state, self.metrics)
         source = SyncSource if self.job.step_comm is self.job.comm else AsyncSource
         self.source: AsyncSource | SyncSource = source(self.state, self.metrics, self.own_request)
@@ -105,6 +110,8 @@ class Trainer:
         self.stopped = Signals(request.stop).name if request.stop else None
         if self.checkpointing.is_due_by_steps() or (request.save and not request.stop):
             self.checkpointing.save()
+        if self.state.training.snapshots:
+            self.state.training.snapshots.take_if_due(self.checkpointing)
 
     def own_request(self) -> Request:
         """What this rank asks all ranks to do: save, stop."""
@@ -157,22 +164,6 @@ def fit(
             raise failure  # noqa: B904 - has its cause
 
 
-def fit_in(
-    folder: Path,
-    training: Training,
-    begin: Callable[[RunFolder], object],
-    *,
-    started: float,
-    resume: bool = False,
-    quiet: bool = False,
-) -> Result:
-    """Locks the run folder; `begin` writes into it on rank 0; then as `fit`."""
-    comm = training.job.comm
-    with run_folder(comm, folder, resume=resume) as run:
-        run_on_all_ranks(comm, lambda: begin(run) if run else None)
-        return fit(training, run, started=started, resume=resume, quiet=quiet)
-
-
 def build(
     recipe: Recipe,
     comm: Comm | None = None,
@@ -180,7 +171,7 @@ def build(
     dataset: Dataset | None = None,
     train_loader: Loader | None = None,
     start: Start | None = None,
-    shares: Sequence[int] = (),
+    shares: Shares | None = None,
 ) -> Training:
     """Builds all that a training needs; independent parts of it run at the same time. Collective; does not drain.
 
@@ -190,7 +181,7 @@ def build(
         dataset: the recipe's data set, if it was read before.
         train_loader: the training loader, if several trainings share one.
         start: tasks of the start-up that already run, e.g. finding the other ranks.
-        shares: how many images of a batch each rank takes; empty: all the same number.
+        shares: how many images of a batch each rank takes; None: all the same number.
 
     Raises:
         InputError: if the parts do not fit each other.
@@ -201,11 +192,13 @@ def build(
         raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
     if recipe.evaluate.stale and not any(technique.renews_statistics for technique in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
-    check_share(recipe, comm.size)
+    shares = shares or Shares()
+    if not shares.at_once:
+        check_share(recipe, comm.size)
     if recipe.save.upload:
         send(recipe.save.upload, {})  # a missing package is noticed now
     device_setup = _start_device_and_data(recipe, comm, start, dataset)
-    parts = recipe.parts(comm.size)
+    parts = shares.parts(comm.rank, recipe.parts(comm.size))
 
     def network(data: Dataset) -> nn.Module:
         """With its first weights. No other task may draw from torch's global generator meanwhile."""
@@ -216,7 +209,7 @@ def build(
         load = partial(loader, data, device=device_setup.device, comm=comm, cores_shared_by=place().ranks_on_its_cores)
         fill = recipe.last_batch == "fill"
         train = train_loader or load("train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill)
-        test_batch = recipe.evaluate.batch or recipe.batch // parts
+        test_batch = recipe.evaluate.batch or shares.at_once * comm.size or recipe.batch // parts
         return train, load("test", test_batch + -test_batch % comm.size)
 
     # the names of a task's parameters are the tasks whose results it takes
@@ -294,12 +287,12 @@ def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.d
     return network.to(device), outputs
 
 
-def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Sequence[int]) -> None:
+def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Shares) -> None:
     """Applies the techniques that follow from the device and the ranks, and those of the recipe. Collective."""
     if is_asynchronous(recipe, job.comm.size):
-        shares = ()  # a rank takes the next part of the data when it is ready
-    derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
-    uneven = [Shares(tuple(shares))] if shares else []
+        shares = Shares()  # a rank takes the next part of the data when it is ready
+    derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares.images))
+    uneven = [shares] if shares.images else []
     own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
     job.apply(*device_setup.techniques, *own, *recipe.scaled_techniques, Timed())
 

@@ -93,6 +93,8 @@ class Loader:
     images: int = _of("pipeline.images")
     batch: int = _of("pipeline.batch")
     parts: int = _of("pipeline.parts")
+    at_once: int = _of("pipeline.at_once")
+    first_part: int = _of("pipeline.first_part")
     shares: tuple[int, ...] = _of("pipeline.shares")
     device: torch.device = _of("pipeline.device")
     skipped: Skipped | None = _of("executor.skipped")
@@ -135,8 +137,11 @@ class Loader:
                 at, rank = ahead.popleft() if next_share else (number, pipeline.rank)
                 number, share = number + 1, at // parts * ranks + rank
                 if vary:
+                    first = share * parts
+                    if pipeline.at_once:
+                        first = at // parts * (batch // pipeline.at_once) + pipeline.first_part
                     with self.trace.span("transforms") if self.trace else nullcontext():
-                        images_NHWC = vary(images_NHWC, index_N, epoch, share * parts + at % parts)
+                        images_NHWC = vary(images_NHWC, index_N, epoch, first + at % parts)
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
                 if next_share:
@@ -216,9 +221,10 @@ class Loader:
         pipeline = self.pipeline.with_(
             shuffled=False,
             images=min(images or self.images, self.images),
-            batch=self.batch // self.parts,
+            batch=self.at_once * self.size or self.batch // self.parts,
             shares=(),
             parts=1,
+            at_once=0,
             fill=False,
             min_last=2 * self.pipeline.size,  # no rank is left with one image, which has no variance
         )
@@ -233,7 +239,7 @@ class Loader:
 
     def sandbox(self) -> Loader:
         """The same images in the same order, read without a trace in this loader; to be closed."""
-        return self._copy(self.pipeline.with_(shares=()), self.executor.unshared.fork())
+        return self._copy(self.pipeline.with_(shares=(), at_once=0), self.executor.unshared.fork())
 
     # ---- workers
 
