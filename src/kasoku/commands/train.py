@@ -163,8 +163,8 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     shares = shares_of(recipe, tuned.result.speeds) if tuned else ()
     if resume and not tuned:
         shares = shares_in(folder, comm, recipe.batch)
-    known = {"dataset": dataset, "start": start, "shares": Shares(shares)}
-    training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, **known))
+    build = partial(trainer.build, recipe, comm, dataset=dataset, start=start, shares=Shares(shares))
+    training = run_on_all_ranks(comm, build)
     rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
     with _advised(folder):
         begin = partial(_begin, arguments, training, tuned, rows)

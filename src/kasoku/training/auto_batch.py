@@ -18,7 +18,7 @@ from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, say, summary
 from kasoku.data import Dataset, by_speed
 from kasoku.distributed.consensus import run_on_all_ranks
-from kasoku.distributed.rendezvous import is_lost_rank
+from kasoku.distributed.liveness import is_lost_rank
 from kasoku.report import print_table
 from kasoku.training.trainer import build
 from kasoku.tune import BatchSizeResult, Strategy, batch_size, tune_batch_size

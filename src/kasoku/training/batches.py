@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, Comm, InputError, Job, Work
+from kasoku.data import Loader
 from kasoku.distributed.async_sgd.asynchronous import Exchange
 from kasoku.distributed.consensus import ReportedElsewhereError, raise_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
@@ -49,7 +50,7 @@ class SyncSource:
 
     def images(self, y_N: Tensor) -> int:
         """The images of a micro-batch on all ranks."""
-        loader = self.job.plain_loader
+        loader: Loader = self.job.plain_loader
         if not loader.shares:
             return len(y_N) * self.job.comm.size
         return min(-(-loader.batch // self.job.accumulate), loader.batch - self.metrics.images_begun)

@@ -53,7 +53,7 @@ def fit_in(
     the comm has changed when this returns.
     """
     comm, recipe, snapshots = training.job.comm, training.recipe, Snapshots()
-    members = getattr(comm.activity, "membership", None)
+    members: Any = getattr(comm.activity, "membership", None)
     part = part_of(recipe, comm.size)
     fixed = recipe if recipe.device.graphs else replace(recipe, norm_batch=recipe.images_per_norm(comm.size))
     with ExitStack() as stack:
@@ -147,7 +147,7 @@ class Snapshots:
             self._take(checkpointing)
             needed_s += self._cost_s / _COST
         step_s = elapsed_s / (job.steps - self._first)
-        steps = torch.tensor(max(1.0, min(1e6, ceil((needed_s - elapsed_s) / step_s))))
+        steps = torch.tensor([max(1, min(1e6, ceil((needed_s - elapsed_s) / step_s)))], dtype=torch.float64)
         job.comm.all_reduce(steps, op="max").wait()
         self._due = job.steps + int(steps)
 

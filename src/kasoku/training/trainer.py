@@ -207,8 +207,9 @@ def build(
 
     def loaders(data: Dataset) -> tuple[Loader, Loader]:
         load = partial(loader, data, device=device_setup.device, comm=comm, cores_shared_by=place().ranks_on_its_cores)
-        fill = recipe.last_batch == "fill"
-        train = train_loader or load("train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill)
+        of_parts = {"at_once": shares.at_once, "shares": shares.images} if shares.at_once else {}
+        settings: dict[str, Any] = {"parts": parts, "fill": recipe.last_batch == "fill", **of_parts}
+        train = train_loader or load("train", recipe.batch, seed=recipe.seed, **settings)
         test_batch = recipe.evaluate.batch or shares.at_once * comm.size or recipe.batch // parts
         return train, load("test", test_batch + -test_batch % comm.size)
 

@@ -48,7 +48,7 @@ def loader(
     if batch < 1 or (pipeline.train and batch > pipeline.images):
         limit = f"at most {pipeline.images} images, all there are to train on" if batch > 0 else "at least 1 image"
         raise InputError(f"batch={batch}: {limit}; choose another batch")
-    if batch % pipeline.size:
+    if batch % pipeline.size and not pipeline.shares:
         raise InputError(f"batch={batch}: not a multiple of {pipeline.size} ranks, which share it; choose one that is")
     if isinstance(source, Memory):
         return Loader(pipeline, MemoryExecutor(source, pipeline.device))

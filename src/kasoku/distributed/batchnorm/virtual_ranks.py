@@ -133,7 +133,7 @@ class _RunningStatistics:
             off = torch._foreach_sub([mean for mean, _ in some.values()], [self.means[i] for i in some])
             squares = torch._foreach_addcmul([variance for _, variance in some.values()], off, off)
             if self.rounds:
-                off, squares = ([(x.double() * _ONE).round().long() for x in sums] for sums in (off, squares))
+                off, squares = (tuple((x.double() * _ONE).round().long() for x in sums) for sums in (off, squares))
             torch._foreach_add_([first[i] for i in some], off)
             torch._foreach_add_([second[i] for i in some], squares)
         self.noted.clear()

@@ -1,0 +1,222 @@
+"""A training whose ranks die goes on in place with the others, to the weights of an undisturbed one."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.ranks import on_processes
+from helpers.started import KASOKU, RECIPE, clean, ended, kill, largest_difference, options, started
+from kasoku.config.ranks import part_of, spread
+from kasoku.config.recipe import load
+from kasoku.core import Comm, InputError, Job, Solo, Threads
+from kasoku.data import Shares
+from kasoku.distributed import AllReduce
+from kasoku.distributed.torch_comm import abort
+from kasoku.training.elastic import Snapshots
+from kasoku.training.trainer import Trainer, build
+
+EXACT = "techniques=[{use='kasoku.data.Augment', translate=1}, {use='kasoku.distributed.AllReduce', exact=true}]"
+EPOCHS = ("epochs=4", "schedule.epochs=4")
+LIMIT_S = 200.0
+
+
+def arguments(run: Path, *more: str) -> list[str]:
+    return ["train", str(RECIPE), *options(*EPOCHS, EXACT, *more), "--quiet", "--out", str(run)]
+
+
+def steps_of(run: Path) -> list[int]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_for_step(run: Path, step: int, ranks: Sequence[subprocess.Popen[str]]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not any(seen >= step for seen in steps_of(run)):
+        assert time.monotonic() < until, [rank.poll() for rank in ranks]
+        time.sleep(0.02)
+
+
+def lose(run: Path, size: int, victims: Sequence[int], how: signal.Signals, *more: str) -> list[tuple[int, str]]:
+    """Trains on several ranks, of which these are lost one after the other; exit code and stderr of each."""
+    ranks = started(arguments(run, *more), size)
+    try:
+        for number, victim in enumerate(victims):
+            wait_for_step(run, 12 + 20 * number, ranks)
+            ranks[victim].send_signal(how)
+            if how == signal.SIGSTOP:
+                time.sleep(12)
+                ranks[victim].send_signal(signal.SIGCONT)
+        said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+    finally:
+        kill(ranks)
+    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    ended([*KASOKU, *arguments(run)])
+    return run
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("size", "victims"),
+    [
+        pytest.param(2, [1], id="one of two"),
+        pytest.param(2, [0], id="the one that hosts the rendezvous"),
+        pytest.param(4, [0, 2], id="two of four, so one takes more parts than another"),
+    ],
+)
+def test_ranks_that_are_left_end_in_the_undisturbed_weights(
+    size: int, victims: list[int], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ranks = lose(run, size, victims, signal.SIGKILL)
+    codes = [code for code, _ in ranks]
+    assert codes == [-9 if rank in victims else 0 for rank in range(size)], ranks
+    assert largest_difference(undisturbed, run) == 0
+    assert steps_of(run) == sorted(steps_of(run)), "metrics of steps that were made again"
+    said = "".join(text for _, text in ranks)
+    assert f"going on with {size - len(victims)} of" in said
+    assert ", from memory" in said
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == json.loads((undisturbed / "result.json").read_text())["steps"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_was_stopped_is_not_taken_back_and_changes_nothing(
+    victim: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ranks = lose(run, 2, [victim], signal.SIGSTOP)
+    assert ranks[victim][0] == 4, ranks
+    assert "this rank cannot go on" in ranks[victim][1]
+    assert ranks[1 - victim][0] == 0, ranks
+    assert largest_difference(undisturbed, run) == 0
+
+
+@pytest.mark.process
+def test_kasoku_launch_local_waits_for_the_ranks_that_go_on(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = ["launch", "local", str(RECIPE), *options(*EPOCHS, EXACT, "device.kind=cpu"), "--gpus-per-node", "2"]
+    process = subprocess.Popen([*KASOKU, *command, "--quiet", "--out", str(run)], env=clean(), stderr=subprocess.PIPE)
+    try:
+        wait_for_step(run, 12, [])
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        _, said = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert largest_difference(undisturbed, run) == 0
+
+
+@pytest.mark.process
+def test_without_elastic_a_death_ends_all_ranks(tmp_path: Path) -> None:
+    ranks = lose(tmp_path / "run", 2, [1], signal.SIGKILL, "faults.elastic=false", "faults.dead_s=3", "epochs=400")
+    assert [code for code, _ in ranks] == [4, -9], ranks
+    assert "start all ranks again" in ranks[0][1]
+
+
+# ---- its parts
+
+
+def _aborted(comm: Comm) -> str:
+    import threading
+
+    channel = comm.channel()
+    comm.all_reduce(torch.zeros(1)).wait()
+    channel.all_reduce(torch.zeros(1)).wait()
+    if comm.rank == 0:
+        time.sleep(6)  # alive, and not in the collective
+        return ""
+    timer = threading.Timer(0.5, abort)
+    timer.start()
+    began = time.monotonic()
+    try:
+        channel.all_reduce(torch.zeros(1)).wait()
+    except RuntimeError:
+        return "raised" if time.monotonic() - began < 4 else "late"
+    return "went on"
+
+
+@pytest.mark.process
+def test_abort_frees_a_rank_that_waits_for_a_living_one() -> None:
+    assert on_processes(2, _aborted) == ["", "raised"]
+
+
+def _steps(comm: Comm, shares: Shares, groups: int) -> dict[str, torch.Tensor]:
+    recipe = load(RECIPE, [EXACT, "norm_batch=8", "device.precision=fp32", "epochs=1", "device.threads=1"])
+    job = build(recipe, comm, shares=shares).job
+    for step, (x, y) in enumerate(job.loader, 1):
+        job.backward(job.loss(job.model(x), y))
+        if step % job.accumulate == 0:
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        if step == groups * job.accumulate:
+            break
+    return {name: value.clone() for name, value in job.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_exact_sums_give_the_same_bits_however_parts_are_spread(size: int) -> None:
+    recipe = load(RECIPE, ["norm_batch=8"])
+    alone = _steps(Solo(), spread(recipe, 8, 1), 3)
+    for mine in Threads(size).run(lambda comm: _steps(comm, spread(recipe, 8, comm.size), 3)):
+        assert all(torch.equal(alone[name], value) for name, value in mine.items())
+
+
+def test_a_gradient_beyond_exact_sums_becomes_nan_and_not_another_number() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0)).apply(AllReduce(exact=True))
+    job.backward(model(torch.full((1, 1), 1000.0)).sum())
+    job.optimizer.step()
+    assert model.weight.isnan().all()
+
+
+def test_parts_are_spread_as_evenly_as_can_be() -> None:
+    recipe = load(RECIPE, ["batch=64", "norm_batch=8"])
+    assert part_of(recipe, 2) == 8
+    assert spread(recipe, 8, 3) == Shares((24, 24, 16), 8)
+    with pytest.raises(InputError, match="too few for 9 ranks"):
+        spread(recipe, 8, 9)
+
+
+def test_a_training_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
+    recipe = load(RECIPE, ["epochs=1", "device.threads=1", "device.precision=fp32", "evaluate.target=0"])
+    from dataclasses import replace
+
+    from kasoku.training.trainer import fit
+
+    snapshots = Snapshots()
+    whole = fit(build(recipe), None, started=0.0, quiet=True)
+    training = replace(build(recipe), snapshots=snapshots)
+    trainer = Trainer(training, None, started=0.0, quiet=True)
+    for step, _ in enumerate(trainer.steps([]), 1):
+        if step == 10:
+            break
+    assert 0 <= snapshots.newest <= 10
+    result = fit(replace(build(recipe), snapshots=snapshots), None, started=0.0, quiet=True)
+    assert (result.top1, result.loss, result.epochs) == (whole.top1, whole.loss, whole.epochs)
+
+
+def test_copies_share_no_memory_with_the_training() -> None:
+    from kasoku.training.elastic import _copied
+
+    state = {"w": torch.ones(2), "more": [{"m": torch.ones(1)}], "n": 3}
+    copy = _copied(state)
+    state["w"] += 1  # type: ignore[operator]
+    assert copy["w"].tolist() == [1, 1]
+    again = _copied(state, copy)
+    assert again["w"] is copy["w"]
+    assert again["w"].tolist() == [2, 2]
