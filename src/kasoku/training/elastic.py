@@ -11,9 +11,11 @@ rank's clock: after each copy the ranks agree how many steps that needs.
 Note: what ends all ranks, with exit code 4: `faults.elastic = false`; a loss before the first step or after the last; a
 rank that failed by an error of its own, or hangs in a step though its process lives; ranks that step without waiting
 for each other; CUDA graphs; unequal shares by speed; no part for each rank; a second loss while the ranks regroup.
-State that a reducer keeps for each rank (Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
+Launchers that start ranks again do so, as a new rank cannot join yet. State that a reducer keeps for each rank (Wire,
+LowRank) starts anew, as in a run that is resumed on other ranks.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
@@ -34,6 +36,8 @@ from kasoku.training.run_folder import RunFolder, run_folder
 from kasoku.training.run_state import Progress, Result, RunState, Training
 from kasoku.training.trainer import build, fit
 
+# Set by launchers that end all ranks, or start single ones again, when one dies: torchrun, Kubernetes, SkyPilot.
+_RESTARTS = ("TORCHELASTIC_RUN_ID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
 _COST = 0.01  # of the time, for copies
 _KEPT = 2  # copies: while one is made, the one before it is whole
 
@@ -90,7 +94,8 @@ def _can_go_on(training: Training, part: int) -> bool:
     """Whether the training can go on with fewer ranks."""
     recipe, size = training.recipe, training.job.comm.size
     alike = not is_asynchronous(recipe, size) and not training.job.plain_loader.shares
-    return recipe.faults.elastic and alike and not recipe.device.graphs and recipe.batch // part >= size
+    restarted = any(name in os.environ for name in _RESTARTS)
+    return recipe.faults.elastic and alike and not (recipe.device.graphs or restarted) and recipe.batch // part >= size
 
 
 def _claim(folder: Path, token: str, number: int) -> None:
@@ -133,6 +138,7 @@ class Snapshots:
         if self.newest < 0:
             self._take(checkpointing)
         self._since_s, self._first, self._due = job.clock.now(), job.steps, job.steps + 1
+        job.document("copies.json", lambda: {"spent_s": self.spent_s, "of_s": job.clock.now() - self._since_s})
 
     def take_if_due(self, checkpointing: Checkpointing) -> None:
         """After a step: makes a copy if that keeps their cost. Collective; drains if it does."""

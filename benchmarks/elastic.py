@@ -1,0 +1,160 @@
+"""How fast does a training go on when hosts die, does its result stay, and what does being ready for it cost?
+
+Four hosts in network namespaces of this machine (as root) train CIFAR ResNet-18; one is killed, then the one that hosts
+the rendezvous. `detect_s`: from the kill to the line that names the dead rank, the longer of the two. `resume_s`: from
+that line to the first step that was not there before. `weights_equal`: the weights are those of one undisturbed rank,
+bit for bit (`AllReduce(exact=true)`). `snapshot_cost`: the share of the time that copies of the state took. Beside it
+two ranks under `torchrun --max-restarts`, of which one is killed: `torchrun_s` from the kill to the first new step from
+the checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+import cluster
+from common import finish, parse
+
+HOSTS, KILLED, PORT = 4, (3, 0), 29517  # by rank, in this order
+EXACT = "techniques=[{use='kasoku.data.Augment', translate=1}, {use='kasoku.distributed.AllReduce', exact=true}]"
+LIMIT_S = 1500.0
+
+
+def command(options: argparse.Namespace, run: Path, *more: str) -> list[str]:
+    """`kasoku train` for the workload."""
+    settings = [EXACT, "device.precision=fp32", "device.threads=1", "evaluate.target=0", *more]
+    settings.append("optimizer={use='kasoku.optim.sgd', lr=0.02, momentum=0.9}")
+    if options.short:
+        recipe = "digits_cnn_98"
+        settings += ["norm_batch=16", f"epochs={options.epochs or 6}"]
+    else:
+        recipe = "cifar10_cifarnet_94"
+        settings += ["model={use='kasoku.models.cifar_resnet18'}", "batch=64", "norm_batch=16"]
+        settings += [f"epochs={options.epochs or 0.15}", "schedule.warmup=0"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    return ["train", recipe, *words, "--quiet", "--out", str(run)]
+
+
+def rows(run: Path) -> list[tuple[int, float]]:
+    """(step, seconds since 1970) of each line of metrics.jsonl that is whole."""
+    try:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
+    return [(line["step"], line["time_s"]) for line in lines]
+
+
+def wait_for(run: Path, step: int, after_s: float = 0.0) -> float:
+    """When the first step from this one on was made, after a moment; seconds since 1970."""
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        if found := [at for seen, at in rows(run) if seen >= step and at > after_s]:
+            return found[0]
+        time.sleep(0.05)
+    raise SystemExit(f"elastic.py: {run} does not reach step {step}")
+
+
+def killed(options: argparse.Namespace, run: Path) -> dict[str, float]:
+    """Trains on all hosts and kills two of them, one after the other."""
+    said: list[tuple[float, str]] = []
+
+    def listen(rank: subprocess.Popen[str]) -> None:
+        for line in rank.stderr or ():
+            said.append((time.time(), line))
+            if options.show:
+                print(line, end="", file=sys.stderr)
+
+    detect_s, resume_s = [], []
+    with cluster.namespaces(HOSTS) as names:
+        ranks = []
+        for number, name in enumerate(names):
+            where = {"RANK": str(number), "WORLD_SIZE": str(HOSTS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            where |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "ve0"}
+            words = ["ip", "netns", "exec", name, sys.executable, "-m", "kasoku", *command(options, run)]
+            ranks.append(subprocess.Popen(words, env=os.environ | where, stderr=subprocess.PIPE, text=True))
+            threading.Thread(target=listen, args=(ranks[-1],), daemon=True).start()
+        try:
+            for victim in KILLED:
+                seen = max([step for step, _ in rows(run)], default=0)
+                wait_for(run, seen + options.steps)
+                before = len(said)
+                at_s = time.time()
+                ranks[victim].kill()
+                while not (named := [t for t, line in said[before:] if "; going on with" in line]):
+                    if time.time() - at_s > LIMIT_S or all(rank.poll() is not None for rank in ranks):
+                        raise SystemExit(f"elastic.py: nobody goes on: {said[-3:]}")
+                    time.sleep(0.01)
+                detect_s.append(named[0] - at_s)
+                resume_s.append(wait_for(run, 0, named[0]) - named[0])
+            codes = [rank.wait(LIMIT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    if any(code for rank, code in enumerate(codes) if rank not in KILLED):
+        raise SystemExit(f"elastic.py: exit codes {codes}: {said[-3:]}")
+    return {"detect_s": max(detect_s), "resume_s": max(resume_s)}
+
+
+def restarted(options: argparse.Namespace, run: Path) -> float:
+    """Seconds from the kill of one of two ranks under torchrun to the first new step."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    saving = ("save.every_steps=10", "faults.elastic=false")
+    words = [*torchrun, "--master-port", str(PORT), "-m", "kasoku", *command(options, run, *saving), "--continue"]
+    process = subprocess.Popen(words, stderr=None if options.show else subprocess.DEVNULL)
+    try:
+        wait_for(run, options.steps)
+        while not [*(run / "checkpoints").glob("step-*")]:
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        at_s = time.time()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        last = max(step for step, _ in rows(run))
+        return wait_for(run, last + 1, at_s + 1.0) - at_s
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def equal(a: Path, b: Path) -> bool:
+    """Whether two runs ended in the same weights, bit for bit."""
+    left, right = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    return left.keys() == right.keys() and all(bool((left[name] == right[name]).all()) for name in left)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs all three, and prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="digits, to see whether it runs")
+    parser.add_argument("--steps", type=int, default=12, help="between two faults")
+    parser.add_argument("--epochs", type=float, default=0.0)
+    parser.add_argument("--show", action="store_true", help="print the lines of the ranks")
+    parser.add_argument("--without-torchrun", action="store_true")
+    options = parse(parser)
+    if os.geteuid() != 0:
+        raise SystemExit("elastic.py: network namespaces: only as root, on Linux; run it as root")
+    with tempfile.TemporaryDirectory() as folder:
+        alone, run, other = (Path(folder) / name for name in ("alone", "run", "torchrun"))
+        figures: dict[str, object] = {**killed(options, run), "join_pause_s": None}
+        copies = json.loads((run / "copies.json").read_text())
+        figures["snapshot_cost"] = copies["spent_s"] / max(1e-9, copies["of_s"])
+        subprocess.run([sys.executable, "-m", "kasoku", *command(options, alone)], check=True)
+        figures["weights_equal"] = equal(alone, run)
+        if not options.without_torchrun:
+            figures["torchrun_s"] = restarted(options, other)
+    finish("elastic", vars(options), figures)
+
+
+if __name__ == "__main__":
+    main()
