@@ -121,12 +121,6 @@ class Job:
         batches = len(self.loader)  # type: ignore[arg-type]
         return epochs + (self.steps - steps) * self.accumulate / max(1, batches)
 
-    @property
-    def first_part(self) -> int:
-        """The number of this rank's first backward pass of a step among those of all ranks."""
-        loader = self.plain_loader
-        return int(loader.first_part) if getattr(loader, "at_once", 0) else self.comm.rank * self.accumulate
-
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed in place; empty while there is no optimizer or state."""
         optimizer = self._optimizer or self._make_optimizer

@@ -52,7 +52,7 @@ def backend() -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class NewGroup:
     """The ranks that go on, by their old numbers, and the address of their store."""
 
     ranks: tuple[int, ...]
@@ -73,7 +73,7 @@ class Membership:
         self.claim: Callable[[int], object] | None = None
         self.number = 0  # of the group
         self._waiting: dict[int, socket.socket] = {}  # ranks that asked this one
-        self._decided, self._group = threading.Event(), Group((), ("", 0))
+        self._decided, self._group = threading.Event(), NewGroup((), ("", 0))
         self._store: Any = None
 
     def start(self, comm: Comm, store: Address) -> CountingComm:
@@ -96,6 +96,13 @@ class Membership:
             heartbeat.settings = self.watchdog
             heartbeat.detector.patience = round(dead_s / self.watchdog.beat_s)
 
+    def close(self, failed: str) -> None:
+        """Announces that this rank has ended, or that it `failed`, and destroys the process group. Not collective."""
+        if self.comm.activity.heartbeat:
+            self.comm.activity.heartbeat.close(failed)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def disarm(self) -> None:
         """From now on a fault ends the process. Not collective."""
         self.claim = None
@@ -117,7 +124,7 @@ class Membership:
         inner: Comm = Solo(self.comm.clock)
         try:
             if len(group.ranks) > 1:
-                store = self._store if rank == 0 else _store(group.store, timeout_s=_STORE_S)
+                store = self._store if rank == 0 else _store(group.store)
                 store = dist.PrefixStore(f"group {self.number}", store)  # type: ignore[attr-defined]
                 dist.init_process_group(backend(), store=store, rank=rank, world_size=len(group.ranks), timeout=TIMEOUT)
                 inner = TorchComm(clock=self.comm.clock)
@@ -142,7 +149,7 @@ class Membership:
             say(f"{fault}; going on with {len(self._group.ranks)} of {self.comm.size} ranks")
         self._decided.set()
 
-    def _elect(self, lost: set[int]) -> Group:
+    def _elect(self, lost: set[int]) -> NewGroup:
         """Asks the ranks that may be alive in turn, and leads if it comes to this one."""
         if self.comm.rank in lost:
             raise InputError("the other ranks have given it up")
@@ -154,10 +161,10 @@ class Membership:
                 raise InputError(answer["reason"])
             else:
                 self.number += 1
-                return Group(tuple(answer["ranks"]), (answer["store"][0], answer["store"][1]))
+                return NewGroup(tuple(answer["ranks"]), (answer["store"][0], answer["store"][1]))
         return self._lead(lost)
 
-    def _lead(self, lost: set[int]) -> Group:
+    def _lead(self, lost: set[int]) -> NewGroup:
         own, everyone = self.comm.rank, {*range(self.comm.size)}
         until = time.monotonic() + _GRACE_S
         while everyone - lost - {own, *self._waiting} and time.monotonic() < until:
@@ -180,7 +187,7 @@ class Membership:
             waiting, self._waiting = self._waiting, {}
             for rank, connection in waiting.items():
                 _send(connection, answer if rank in ranks else {"reason": "the other ranks go on without it"})
-        return Group(tuple(ranks), answer["store"])
+        return NewGroup(tuple(ranks), answer["store"])
 
     def _ask(self, rank: int) -> dict[str, Any] | None:
         """The answer of a rank that may lead; None if it is gone."""
@@ -207,9 +214,9 @@ class Membership:
                     self._waiting[int(request["rank"])] = connection
 
 
-def _store(address: Address, *, is_master: bool = False, timeout_s: float = 300.0) -> Any:
+def _store(address: Address, *, is_master: bool = False) -> Any:
     client: Any = dist.TCPStore  # type: ignore[attr-defined]
-    more = {"is_master": is_master, "wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)}
+    more = {"is_master": is_master, "wait_for_workers": False, "timeout": timedelta(seconds=_STORE_S)}
     return client(*address, **more)
 
 

@@ -73,9 +73,7 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
             raise LostRankError(f"rank {here.rank}: lost another rank ({failed}); resume from a checkpoint") from error
         raise
     finally:
-        if comm.size > 1:
-            comm.activity.heartbeat.close(failed)
-            dist.destroy_process_group()
+        comm.activity.membership.close(failed)
 
 
 def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from kasoku.config.ranks import is_asynchronous, part_of, spread
 from kasoku.core import Comm, InputError, say
 from kasoku.distributed.consensus import run_on_all_ranks
-from kasoku.distributed.liveness import is_lost_rank
+from kasoku.distributed.liveness import LostRankError, is_lost_rank
 from kasoku.training.checkpoint import Checkpointing, restore
 from kasoku.training.run_folder import RunFolder, run_folder
 from kasoku.training.run_state import Progress, Result, RunState, Training
@@ -83,7 +83,8 @@ def fit_in(
             except Exception as error:
                 if is_lost_rank(error):
                     comm.activity.wait_for_verdict()
-                if not training.snapshots or comm.size == 1 or not comm.activity.heartbeat.fault[1]:
+                alone = comm.size == 1 or isinstance(error, LostRankError)
+                if not training.snapshots or alone or not comm.activity.heartbeat.fault[1]:
                     raise
                 lost, started = True, snapshots.taken_s
                 with suppress(RuntimeError):  # of what still waits for the others
