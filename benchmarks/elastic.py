@@ -25,7 +25,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 import cluster
-from common import finish, parse
+from common import finish
 
 HOSTS, KILLED, PORT = 4, (3, 0), 29517  # by rank, in this order
 EXACT = "techniques=[{use='kasoku.data.Augment', translate=1}, {use='kasoku.distributed.AllReduce', exact=true}]"
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=float, default=0.0)
     parser.add_argument("--show", action="store_true", help="print the lines of the ranks")
     parser.add_argument("--without-torchrun", action="store_true")
-    options = parse(parser)
+    options = parser.parse_args(arguments)
     if os.geteuid() != 0:
         raise SystemExit("elastic.py: network namespaces: only as root, on Linux; run it as root")
     with tempfile.TemporaryDirectory() as folder:

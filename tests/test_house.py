@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 970,
     "device": 585,
     "data": 4970,
-    "distributed": 5905,
+    "distributed": 5910,
     "memory": 2070,
     "tracking": 235,
     "config": 1550,
