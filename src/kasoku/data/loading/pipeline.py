@@ -108,8 +108,7 @@ class Pipeline:
     @property
     def varies_in_threads(self) -> bool:
         """Whether the threads that decode run `vary` too."""
-        each = self.train and self.vary is not None and self.vary.per_image
-        return each and not self.in_memory and self.decoder == "cpu"
+        return self.train and self.vary is not None and self.vary.per_image and not self.in_memory
 
     @property
     def own_batch(self) -> int:
