@@ -372,8 +372,8 @@ class Own:
         return image, index % 3
 
 
-def own(kind, **settings):
-    return replace(digits(), train=Items(Own(kind), **settings), image_size=(16, 16), mean=(0,) * 3, std=(1,) * 3)
+def own(kind):
+    return replace(digits(), train=Items(Own(kind)), image_size=(16, 16), mean=(0,) * 3, std=(1,) * 3)
 
 
 @pytest.mark.parametrize("kind", ["array", "grey", "tensor", "pillow", "bytes"])
@@ -383,16 +383,6 @@ def test_a_data_set_of_the_users_own_is_a_split(kind):
     assert values.shape == (2, 24)
     order_N = order(24, 0, 0)
     torch.testing.assert_close(values, torch.stack([10.0 * order_N, (order_N % 3).float()]))
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("kind", [pytest.param("pillow", marks=pytest.mark.smoke), "bytes"])
-def test_processes_give_the_batches_of_threads(kind):
-    runs = []
-    for settings in ({}, {"processes": 2}):
-        batches = loader(own(kind, **settings), "train", 8, augment=CROPPED)
-        runs.append([*copies(batches), *copies(batches)])
-    assert equal(*runs)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ class FileExecutor(Executor):
             self.workers, self._autotuner = pipeline.threads, None
             return ThreadPool(pipeline.threads)
         if self._autotuner is None:
-            own = max(1, cores() // pipeline.cores_shared_by, getattr(self.split, "processes", 0))
+            own = max(1, cores() // pipeline.cores_shared_by)
             self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
         self.workers = self._autotuner.size
         return ThreadPool(self.workers)

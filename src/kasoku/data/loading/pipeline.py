@@ -158,8 +158,7 @@ class Pipeline:
     @property
     def keeps_decoded(self) -> bool:
         """Whether decoded images are kept: known from the set alone, so that batches are the same on all machines."""
-        # items may be another image each time, and come from other processes
-        if self.decoder != "cpu" or isinstance(self.source, Items):
+        if self.decoder != "cpu" or isinstance(self.source, Items):  # items may be another image each time
             return False
         side = stored_side(min(self.dataset.image_size))
         return len(self.source) * 4 * side * side <= self.cache_bytes  # 3 bytes a pixel, 4 by 3
