@@ -14,14 +14,8 @@ NETWORKS = [name for name in models.__all__ if "num_classes" in inspect.signatur
 # Published by torchvision with its weights.
 PARAMETERS = {
     "alexnet": 61_100_840,
-    "vgg11": 132_863_336,
-    "vgg13": 133_047_848,
     "vgg16": 138_357_544,
-    "vgg19": 143_667_240,
-    "vgg11_bn": 132_868_840,
-    "vgg13_bn": 133_053_736,
     "vgg16_bn": 138_365_992,
-    "vgg19_bn": 143_678_248,
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,
     "resnet50": 25_557_032,
@@ -38,8 +32,6 @@ KEYS = {
         "classifier.4.weight": (4096, 4096),
         "classifier.6.weight": (1000, 4096),
     },
-    "vgg11": {"features.3.weight": (128, 64, 3, 3), "features.18.weight": (512, 512, 3, 3)},
-    "vgg13_bn": {"features.4.running_var": (64,), "features.31.weight": (512, 512, 3, 3)},
     "vgg16": {
         "features.0.weight": (64, 3, 3, 3),
         "features.28.weight": (512, 512, 3, 3),
@@ -48,7 +40,6 @@ KEYS = {
         "classifier.6.weight": (1000, 4096),
     },
     "vgg16_bn": {"features.1.running_mean": (64,), "features.40.weight": (512, 512, 3, 3), "features.41.bias": (512,)},
-    "vgg19": {"features.34.weight": (512, 512, 3, 3)},
     "resnet18": {
         "layer1.1.conv2.weight": (64, 64, 3, 3),
         "layer2.0.downsample.0.weight": (128, 64, 1, 1),
@@ -138,6 +129,13 @@ def test_half_the_widths_make_a_quarter_of_the_weights(name):
     assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
 
 
+@pytest.mark.parametrize(("depth", "plain", "normed"), [(11, 132_863_336, 132_868_840), (19, 143_667_240, 143_678_248)])
+def test_other_depths_of_vgg_are_torchvisions(depth, plain, normed):
+    with torch.device("meta"):
+        networks = [models.vgg.VGG(depth, 1000, 3, batch_norm=norm) for norm in (False, True)]
+    assert [count(network) for network in networks] == [plain, normed]
+
+
 def test_initial_values_are_torchvisions():
     torch.manual_seed(0)
     model = models.resnet18()
@@ -179,7 +177,7 @@ def test_a_gradient_step_lowers_the_loss(name):
     ("name", "options", "said"),
     [
         ("resnet18", {"num_classes": 0}, "num_classes=0"),
-        ("vgg11", {"in_channels": -1}, "in_channels=-1"),
+        ("vgg16", {"in_channels": -1}, "in_channels=-1"),
         ("resnet18", {"stem": "small"}, "stem='small': one of imagenet, cifar"),
         ("cnn11", {"stem": "x"}, "stem='x'"),
         ("cnn11", {"widths": (64, 128)}, "widths=(64, 128): channels of 5 stages"),

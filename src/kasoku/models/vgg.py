@@ -1,4 +1,9 @@
-"""VGG (Simonyan and Zisserman 2014), with torchvision's names and keys."""
+"""VGG (Simonyan and Zisserman 2014), with torchvision's names and keys.
+
+Other depths than 16: `use = "kasoku.models.vgg.VGG"` with `depth = 19`, and `batch_norm = true`.
+"""
+
+from typing import Literal
 
 from torch import nn
 
@@ -25,7 +30,7 @@ class VGG(PlainCNN):
 
     def __init__(  # noqa: PLR0913
         self,
-        depth: int,
+        depth: Literal[11, 13, 16, 19],
         num_classes: int,
         in_channels: int,
         *,
@@ -64,26 +69,6 @@ class VGG(PlainCNN):
                 nn.init.zeros_(module.bias)
 
 
-def vgg11(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-11: 132.9 M parameters, made for 224x224."""
-    return VGG(11, num_classes, in_channels, dropout=dropout)
-
-
-def vgg11_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-11 with BatchNorm: 132.9 M parameters, made for 224x224."""
-    return VGG(11, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
-def vgg13(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-13: 133.0 M parameters, made for 224x224."""
-    return VGG(13, num_classes, in_channels, dropout=dropout)
-
-
-def vgg13_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-13 with BatchNorm: 133.1 M parameters, made for 224x224."""
-    return VGG(13, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
 def vgg16(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
     """VGG-16: 138.4 M parameters, made for 224x224."""
     return VGG(16, num_classes, in_channels, dropout=dropout)
@@ -92,16 +77,6 @@ def vgg16(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5
 def vgg16_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
     """VGG-16 with BatchNorm: 138.4 M parameters, made for 224x224."""
     return VGG(16, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
-def vgg19(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-19: 143.7 M parameters, made for 224x224."""
-    return VGG(19, num_classes, in_channels, dropout=dropout)
-
-
-def vgg19_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-19 with BatchNorm: 143.7 M parameters, made for 224x224."""
-    return VGG(19, num_classes, in_channels, batch_norm=True, dropout=dropout)
 
 
 def cifar_vgg16(num_classes: int = 10, in_channels: int = 3) -> VGG:
