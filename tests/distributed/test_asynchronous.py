@@ -77,10 +77,9 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
         Asynchronous(buckets=GROUPS),
         Asynchronous(buckets=GROUPS, hidden=False, wire="bf16"),
         Asynchronous(buckets=GROUPS, wire="int8"),
-        Asynchronous(buckets=GROUPS, stream=True),
         Asynchronous(buckets=GROUPS, every=3, max_staleness=1, hidden=False, predict=1.0),
     ],
-    ids=["default", "bf16", "int8", "in turn", "predicted"],
+    ids=["default", "bf16", "int8", "predicted"],
 )
 def test_all_ranks_end_with_the_same_weights(on_ranks, technique: Asynchronous):
     ranks = on_ranks(trained, technique)
@@ -193,8 +192,8 @@ def test_the_sum_of_the_updates_applied_is_that_of_those_sent(on_ranks, hidden: 
 
 @both
 @pytest.mark.parametrize("every", [0, 1])
-def test_nothing_is_lost_of_groups_that_take_turns(on_ranks, every: int):
-    for moved, wanted, _ in on_ranks(counted, Asynchronous(buckets=GROUPS, stream=True, every=every)):
+def test_nothing_is_lost_of_many_groups(on_ranks, every: int):
+    for moved, wanted, _ in on_ranks(counted, Asynchronous(buckets=GROUPS, every=every)):
         assert torch.equal(moved, wanted)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from contracts import Net, assert_same, make, rule, train, weights
 from helpers.planted import Hand, Slow
 from helpers.toy_images import image_job
-from kasoku.core import Constant, InputError, Job, Solo, Stage, StepDecay, Technique
+from kasoku.core import InputError, Job, Solo, Stage, StepDecay, Technique
 from kasoku.core.clock import Stopwatch, Wall
 from kasoku.data import Dataset, GrowBatch, LowResolution, digits, folder, loader
 from kasoku.device import Compile
@@ -51,7 +51,6 @@ def any_side(technique: Technique, shapes: list[tuple[int, ...]]) -> Job:
     ("technique", "before"),
     [
         (LowResolution(side=6, until=1.5), 3),
-        (LowResolution(Constant(warmup=2, start=0.5), multiple=2), 3),
         (GrowBatch(StepDecay(milestones=(1,), gamma=2)), 3),
         (GrowBatch(StepDecay(milestones=(1,), gamma=2)), 15),  # it has grown
     ],

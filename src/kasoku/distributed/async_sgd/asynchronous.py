@@ -53,12 +53,11 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
             Overlap with these buckets; left out (None): no limit.
         buckets: how parameters are grouped for the exchange.
         every: local steps between two exchanges, 0 or more; 0 sends again as soon as the previous exchange has
-            finished, so that no step waits for the network (after at most 16 or max_staleness steps, times the groups
-            with stream; after each step with hidden=False).
+            finished, so that no step waits for the network (after at most 16 or max_staleness steps; after each step
+            with hidden=False).
         hidden: exchange during the next step and read the reply at its end; False: wait for the reply at once.
         wire: the codec of updates and replies: "fp32", "bf16" or "int8" (256 elements share a scale, a power of two).
             Rounding errors are added to the next message.
-        stream: exchange one group at a time, in turn, instead of all.
         predict: computes gradients at the weights' predicted position: any multiple of the other ranks' last movement
             ahead; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges old,
             else 0 (chosen by measurement: RECORDS.md).
@@ -83,7 +82,6 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
     every: Annotated[int, Range(at_least=0)] = 0
     hidden: bool = True
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    stream: bool = False
     predict: float = -1.0
     warmup: Annotated[float, Range(at_least=0)] = 0.0
     finish: Annotated[float, Range(at_least=0)] = 0.0
@@ -167,7 +165,6 @@ class Exchange:
         self.weights = self._divide(dict(enumerate(leaders)))
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self.staleness: Counter[int] = Counter()
-        self._turn = 0  # the group that is next with `stream`
         self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
         self._started = self._entered = False
         job.before_step(lambda: self.weights.remove_predictions())  # weight decay must act on the weights alone
@@ -257,11 +254,9 @@ class Exchange:
         settings, weights, groups, due = self.settings, self.weights, self.weights.groups, list[int]()
         if not settings.every or self.step % settings.every == 0:
             self._start()
-            due = [self._turn] if settings.stream else list(range(len(groups)))
-            most = most_local_steps(settings.max_staleness) * (len(groups) if settings.stream else 1)
-            due = due if settings.every else weights.due(due, self.step, most)
+            most = most_local_steps(settings.max_staleness)
+            due = list(range(len(groups))) if settings.every else weights.due(self.step, most)
         for g in due:
-            self._turn = (g + 1) % len(groups)
             weights.receive(groups[g], self.job.trace)
             weights.send(g, self.step, self.transport)
         for g in due if not settings.hidden else ():
