@@ -25,7 +25,6 @@ from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, sa
 from kasoku.core.hardware import is_dense
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.async_sgd.shared_memory import Segments
 from kasoku.distributed.async_sgd.survivors import Table, copy_buffers, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
@@ -69,7 +68,7 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory on each rank, 20 bytes a parameter (16 without prediction, 8 with hidden=False in fp32; the
         prediction is on the model's device). An owner also keeps its shard of the weights, two buffers as large as its
-        largest piece for each rank of another host, and with bf16 or int8 a copy of its shard for each rank. The
+        largest piece for each other rank, and with bf16 or int8 a copy of its shard for each rank. The
         prediction takes two passes over the parameters a step. About four threads for each other rank. Updates are
         stale, and no two runs are alike; a resumed run has rank 0's optimizer state on all ranks, so it is only
         statistically the same.
@@ -158,9 +157,8 @@ class Exchange:
         for name, p in self._units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
-        self.segments = Segments(self.comm)
         in_turn = not self.comm.thread_safe  # ranks in one process
-        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, self.segments, leaders)
+        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, leaders)
         self.dead: dict[int, str] = self.transport.dead
         self.weights = self._divide(dict(enumerate(leaders)))
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
@@ -177,13 +175,12 @@ class Exchange:
 
     def _divide(self, leaders: Mapping[int, int]) -> SharedWeights:
         """Divides the weights, equal on all ranks, among the workers. `leaders`: the worker of each rank."""
-        settings, named, tensors, zeros = self.settings, self._units.named, self._units.tensors, self.segments.zeros
-        groups = [[named[i][1] for i in group] for group in settings.buckets.plan(tensors).buckets]
-        self.segments.open(2 * len(groups), 8 * (not self.node.rank) * sum(t.elements for t in tensors))
+        settings, named = self.settings, self._units.named
+        groups = [[named[i][1] for i in group] for group in settings.buckets.plan(self._units.tensors).buckets]
         codec, ahead = CODECS[settings.wire], settings.ahead
         blocking = not settings.hidden and not ahead
         workers = sorted({*leaders.values()})
-        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead, zeros=zeros) for params in groups]
+        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
         weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness)
         self.transport.set_server(weights.server)
         return weights
