@@ -31,7 +31,7 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
-_FORMAT = "# format 4 of kasoku's run folders: a time below 1 is a share of the training\n"
+_FORMAT = "# format 5 of kasoku's run folders: a time below 1 is a share of the training\n"
 _REMEDIES = {"predict": -1, "momentum": -1}
 _REMOVED: dict[str, dict[str, Any]] = {  # settings of older formats: the values that changed nothing; None: any
     "kasoku.optim.averaging.Lookahead": {"power": 0, "epochs": None},
