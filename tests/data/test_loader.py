@@ -186,7 +186,7 @@ def test_dtype_is_that_of_the_batches(made):
         ("train", 0, 1, "batch=0: at least 1 image"),
         ("test", -1, 1, "batch=-1: at least 1 image"),
         ("train", 100, 3, "batch=100: not a multiple of 3 ranks"),
-        ("val", 10, 1, "split=val: train or test"),
+        ("val", 10, 1, 'split="val": "train" or "test"'),
     ],
 )
 def test_a_wrong_batch_is_one_clear_line(split, batch, size, message):

@@ -307,7 +307,7 @@ def test_a_loader_on_the_cpu_refuses_nvjpeg_in_one_line(photos):
 
 
 def test_another_decoder_is_refused_in_one_line(photos):
-    with pytest.raises(InputError, match=r"decoder=gpu: cpu or nvjpeg") as e:
+    with pytest.raises(InputError, match=r'decoder="gpu": "cpu" or "nvjpeg"') as e:
         epochs(photos, decoder="gpu")
     one_line(e)
 

@@ -148,14 +148,6 @@ def test_initial_values_are_torchvisions():
     assert vgg.classifier[0].weight.std().item() == pytest.approx(0.01, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_zero_init_residual_makes_every_block_its_shortcut(name):
-    model = getattr(models, name)(num_classes=2, zero_init_residual=True).eval()
-    block = model.layer1[1]
-    x = torch.rand(1, block.conv1.in_channels, 4, 4)
-    assert torch.equal(block(x.clone()), x)
-
-
 @pytest.mark.parametrize("name", ["resnet18", "cifar_vgg16_bn", "alexnet", "cnn4", "cnn11", "cifarnet"])
 def test_a_gradient_step_lowers_the_loss(name):
     torch.manual_seed(0)
@@ -178,12 +170,11 @@ def test_a_gradient_step_lowers_the_loss(name):
     [
         ("resnet18", {"num_classes": 0}, "num_classes=0"),
         ("vgg16", {"in_channels": -1}, "in_channels=-1"),
-        ("resnet18", {"stem": "small"}, "stem='small': one of imagenet, cifar"),
-        ("cnn11", {"stem": "x"}, "stem='x'"),
+        ("resnet18", {"stem": "small"}, 'stem="small": "imagenet" or "cifar"'),
+        ("cnn11", {"stem": "x"}, 'stem="x"'),
         ("cnn11", {"widths": (64, 128)}, "widths=(64, 128): channels of 5 stages"),
         ("cifar_vgg16_bn", {"widths": (64, 0, 1, 1, 1)}, "widths=(64, 0, 1, 1, 1): channels of 5 stages"),
         ("resnet50", {"widths": (64,)}, "widths=(64,): channels of 4 stages"),
-        ("cifarnet", {"activation": "tanh"}, "activation='tanh': one of gelu, relu"),
         ("cifarnet", {"widths": ()}, "widths"),
     ],
 )

@@ -158,7 +158,7 @@ def pickled(model):
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, pickled])
 def test_frozen_blocks_keep_weights_and_statistics_in_training(copied):
     torch.manual_seed(0)
-    model = ResNet(BasicBlock, (1, 1, 1, 1), 2, 3, stem="imagenet", zero_init_residual=False)
+    model = ResNet(BasicBlock, (1, 1, 1, 1), 2, 3, stem="imagenet")
     models.freeze(model, 2)
     model = copied(model).train()
     before = copy.deepcopy(model.state_dict())

@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import nn
 
-from kasoku.models.check import check_counts, check_option, check_widths
+from kasoku.core import checked
+from kasoku.models.check import Count, Stem, check_widths
 from kasoku.models.plain_cnns import PlainCNN
 
 WIDTHS = (64, 128, 256, 512, 512)
@@ -28,20 +29,19 @@ class VGG(PlainCNN):
         widths: channels of each of the five stages, each at least 1.
     """
 
+    @checked
     def __init__(  # noqa: PLR0913
         self,
         depth: Literal[11, 13, 16, 19],
-        num_classes: int,
-        in_channels: int,
+        num_classes: Count,
+        in_channels: Count,
         *,
         batch_norm: bool = False,
-        head: str = "imagenet",
+        head: Stem = "imagenet",
         dropout: float = 0.5,
         widths: tuple[int, ...] = WIDTHS,
     ) -> None:
         super().__init__()
-        check_counts(num_classes=num_classes, in_channels=in_channels)
-        check_option("head", head, ("imagenet", "cifar"))
         check_widths(widths, len(WIDTHS))
         layers: list[nn.Module] = []
         channels = in_channels

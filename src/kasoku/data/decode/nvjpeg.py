@@ -49,8 +49,6 @@ def check(decoder: str, device: torch.device) -> None:
     """Raises InputError where a loader on this device cannot have its images decoded so."""
     if decoder == "cpu":
         return
-    if decoder != "nvjpeg":
-        raise InputError(f"decoder={decoder}: cpu or nvjpeg")
     if device.type != "cuda":
         raise InputError(f"decoder=nvjpeg: only for a loader on a CUDA device, not on {device}; set it to cpu")
     if not native.LIBRARY:

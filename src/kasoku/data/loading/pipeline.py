@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from kasoku.core.errors import InputError
+from kasoku.core import Checked, InputError
 from kasoku.data.augment.basic import Augment, Transform, box_draws, centre_box, random_box, stored_side
 from kasoku.data.augment.transforms import Vary
 from kasoku.data.datasets.base import Dataset, Items, Memory, Split
@@ -21,7 +21,7 @@ Crop = Callable[[int, int], Box]  # of the width and the height of an image
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class Pipeline(Checked):
     """The stages from a split to batches on the device; `with_` gives one with other settings.
 
     Attributes:
