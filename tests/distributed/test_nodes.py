@@ -2,6 +2,7 @@
 
 import itertools
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.device import Graphs, LossScale
 from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, PerLayer, Planned, VirtualRanks, Wire
 from kasoku.distributed.batchnorm import virtual_ranks
-from kasoku.optim import EMA, Lookahead, sgd
+from kasoku.optim import EMA, sgd
 
 SIZE, NODE = 4, 2
 GROUPS = Graded(first=1, power=1.5, least_bytes=1000)
@@ -49,7 +50,7 @@ EXCHANGES = {
     "at once, predicted": nodes(hidden=False, predict=1.0),
     "bf16": nodes(wire="bf16", every=1),
     "int8": nodes(wire="int8", hidden=False),
-    "in turn, bounded": nodes(stream=True, max_staleness=1),
+    "bounded": nodes(max_staleness=1),
     "every third": nodes(every=3),
 }
 
@@ -398,11 +399,16 @@ def test_nodes_of_unequal_numbers_of_steps_meet_in_a_synchronous_phase():
         assert all(torch.equal(every[0], x) for x in every[1:])
 
 
+@dataclass(frozen=True)
+class Jumps(Technique, moves_weights=True):
+    """Sets the weights back now and then."""
+
+
 @pytest.mark.parametrize(
     ("techniques", "words"),
     [
         ((Asynchronous(node=3), AllReduce()), "node=3: 4 ranks cannot be divided into such nodes; give a divisor"),
-        ((Lookahead(), Asynchronous()), "all ranks would add its jump to the slow weights as an update; use EMA"),
+        ((Jumps(), Asynchronous()), "all ranks would add its jump to the slow weights as an update; use EMA"),
         ((Overlap(), AllReduce(), Asynchronous()), "both average gradients over the ranks; leave one of them out"),
         ((VirtualRanks(norm_batch=16), nodes(), AllReduce()), r"2 of 4 ranks step together: norm_batch at most 8"),
     ],

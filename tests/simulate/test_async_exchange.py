@@ -91,16 +91,13 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
     assert max(busy_s.values()) == pytest.approx(took, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "every", "stream", "wire"), covering([True, False], [1, 2, 3], [False, True], ["fp32", "bf16"])
-)
-def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, stream: bool, wire: Any) -> None:
-    step = stepped(Asynchronous(hidden=hidden, every=every, stream=stream, wire=wire))
+@pytest.mark.parametrize(("hidden", "every", "wire"), covering([True, False], [1, 2, 3], ["fp32", "bf16"]))
+def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, wire: Any) -> None:
+    step = stepped(Asynchronous(hidden=hidden, every=every, wire=wire))
     groups = len(step.inputs.plan.buckets)
     elements = sum(t.elements for t in small().tensors)
     assert elements == sum(p.stop - p.start for p in step.inputs.plan.order)
-    whole = groups * 2 * (START + A) + 2 * 7 / 8 * elements * (4 if wire == "fp32" else 2) / B
-    exchange = whole / groups if stream else whole
+    exchange = groups * 2 * (START + A) + 2 * 7 / 8 * elements * (4 if wire == "fp32" else 2) / B
     shown = max(0.0, exchange - every * step.compute_s) / every if hidden else exchange / every
     assert step.exposed_s == pytest.approx(shown, rel=1e-12, abs=1e-12)
     assert step.link_s == pytest.approx(exchange / every, rel=1e-12)
@@ -114,35 +111,31 @@ def test_some_exchanges_show_and_some_are_hidden_altogether() -> None:
     assert stepped(Asynchronous(every=1, hidden=False)).exposed_s > once.exposed_s
 
 
-@pytest.mark.parametrize(
-    ("hidden", "every", "stream", "slower"), covering([True, False], [1, 2, 3], [False, True], [1, 2, 4, 20])
-)
-def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, stream: bool, slower: int) -> None:
+@pytest.mark.parametrize(("hidden", "every", "slower"), covering([True, False], [1, 2, 3], [1, 2, 4, 20]))
+def test_the_timeline_adds_up_to_the_steps_of_an_exchange(hidden: bool, every: int, slower: int) -> None:
     cluster = ideal(8, slower=slower)
-    step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every, stream=stream), cluster)
-    steps = every * (len(step.inputs.plan.buckets) if stream else 1)
+    step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every), cluster)
     drawn = step.inputs.forecast(timeline=True).spans
     computing = [s for s in drawn if s.kind != "transfer"]
     assert all(a.stop == pytest.approx(b.start, abs=1e-12) for a, b in itertools.pairwise(computing))
     assert computing[0].start == pytest.approx(0.0, abs=1e-12)
-    assert computing[-1].stop == pytest.approx(steps * step.step_s, rel=1e-9)
+    assert computing[-1].stop == pytest.approx(every * step.step_s, rel=1e-9)
     exposed = sum(s.stop - s.start for s in drawn if s.kind == "exposed")
-    assert exposed == pytest.approx(steps * step.exposed_s, rel=1e-9, abs=1e-12)
+    assert exposed == pytest.approx(every * step.exposed_s, rel=1e-9, abs=1e-12)
     sent = [s for s in drawn if s.kind == "transfer"]
-    assert sum(s.stop - s.start for s in sent) == pytest.approx(steps * step.link_s, rel=1e-9)
+    assert sum(s.stop - s.start for s in sent) == pytest.approx(every * step.link_s, rel=1e-9)
     assert all(a.stop <= b.start + 1e-12 for a, b in itertools.pairwise(sent))
     assert [s.bytes for s in sent] == [round(size) for size in step.inputs.sizes()]
     first = next(s for s in computing if s.kind == ("forward" if hidden else "exposed"))
     assert sent[0].start >= first.start  # after the update that is sent
-    if hidden and not stream:
+    if hidden:
         assert sent[0].start == first.start  # beside the next forward
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("slower", [1, 4, 20, 1000])
-def test_a_rank_makes_as_many_steps_as_an_exchange_lasts(stream: bool, slower: int) -> None:
+def test_a_rank_makes_as_many_steps_as_an_exchange_lasts(slower: int) -> None:
     cluster = ideal(8, slower=slower)
-    pace = Asynchronous(buckets=Fixed(2**23), stream=stream)
+    pace = Asynchronous(buckets=Fixed(2**23))
     once = stepped(replace(pace, every=1), cluster)
     exchange_s = once.link_s / once.compute_s
     steps = min(16, max(1, math.ceil(exchange_s)))

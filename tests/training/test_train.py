@@ -20,9 +20,9 @@ import kasoku
 from kasoku.cli import main
 from kasoku.config.toml import table
 from kasoku.core import InputError, Technique
+from kasoku.data import LowResolution
 from kasoku.distributed import Asynchronous, Overlap, Wire
 from kasoku.memory import SavedMemory
-from kasoku.optim import Lookahead
 from kasoku.training.run_folder import load_recipe
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
@@ -299,30 +299,31 @@ def test_a_time_of_a_technique_in_an_older_run_needs_a_new_training(tmp_path, ca
     assert "techniques.1.until = 0.5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_an_older_run_is_read_if_its_removed_settings_did_nothing(number, digits_run, tmp_path, capsys):
     run = shutil.copytree(digits_run, tmp_path / "run")
     recipe, document = run / "recipe.toml", tomllib.loads((run / "recipe.toml").read_text())
     (run / "manifest.json").unlink()
-    old = {"use": "kasoku.optim.averaging.Lookahead", "every": 4, "decay": 0.5, "power": 0.0, "epochs": 9.0}
+    exchange = {"use": "kasoku.distributed.async_sgd.asynchronous.Asynchronous", "every": 4, "stream": False}
+    small = {"use": "kasoku.data.augment.growth.LowResolution", "side": 6, "until": 1.0, "multiple": 32}
 
     def write(number: int, *techniques: dict[str, object]) -> None:
         meaning = "of kasoku's run folders: a time below 1 is a share of the training"
         first = f"# format {number} {meaning}\n" if number > 1 else ""
         recipe.write_text(first + tomli_w.dumps(document | {"techniques": techniques}))
 
-    write(number, old)
+    write(number, exchange, small)
     assert main(["eval", str(run)]) == 0
-    assert load_recipe(run).techniques == (Lookahead(every=4, decay=0.5),)
-    write(number, old | {"power": 3.0})
+    assert load_recipe(run).techniques == (Asynchronous(every=4), LowResolution(6, until=1.0))
+    write(number, exchange | {"stream": True})
     capsys.readouterr()
     assert main(["eval", str(run)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert f"{recipe}: kasoku.optim.averaging.Lookahead: power = 3.0: an older version wrote it: train anew" in error
-    write(4, old)  # of today
+    assert f"{recipe}: {exchange['use']}: stream = True: an older version wrote it: train anew" in error
+    write(5, exchange)  # of today
     assert main(["eval", str(run)]) == 2
-    assert "techniques[0].power: no such key" in capsys.readouterr().err
+    assert "techniques[0].stream: no such key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

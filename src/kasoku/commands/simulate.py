@@ -101,9 +101,8 @@ def _asynchronous(pace: Asynchronous) -> str:
     most, often = pace.max_staleness, pace.every if pace.hidden else max(1, pace.every)
     ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
     when = {0: "when the last are through", 1: "after each step"}.get(often, f"after every {often} steps")
-    groups = ", one group at a time" if pace.stream else ""
     shown = "beside computing" if pace.hidden else "waited for at once"
-    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{groups}, {shown}"
+    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}, {shown}"
 
 
 def _range(text: str) -> tuple[int, int]:

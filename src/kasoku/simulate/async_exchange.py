@@ -33,7 +33,7 @@ def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups_s: Sequence[f
     """Replaces every=0 by the number of steps that an exchange of all groups lasts."""
     if pace.every:
         return pace
-    between_s = sum(_phases(units).values()) * (len(groups_s) if pace.stream else 1)
+    between_s = sum(_phases(units).values())
     steps = math.ceil(sum(groups_s) / between_s - 1e-9) if pace.hidden and between_s else 1
     return replace(pace, every=min(most_local_steps(pace.max_staleness), max(1, steps)))
 
@@ -41,10 +41,10 @@ def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups_s: Sequence[f
 def forecast(
     pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]], *, timeline: bool = False
 ) -> Forecast:
-    """The mean step of a rank in the steady state; the timeline shows as many steps as exchange every group once."""
+    """The mean step of a rank in the steady state; the timeline shows the steps of an exchange."""
     phases = _phases(units)
     compute_s = sum(phases.values())
-    link_s = sum(s for s, _ in groups) / (pace.every * (len(groups) if pace.stream else 1))
+    link_s = sum(s for s, _ in groups) / pace.every
     exposed_s = max(0.0, link_s - compute_s) if pace.hidden else link_s
     spans = _spans(pace, phases, groups) if timeline else ()
     return Forecast(compute_s + exposed_s, compute_s, link_s, spans=spans)
@@ -56,13 +56,7 @@ def _phases(units: Sequence[UnitTimes]) -> dict[str, float]:
 
 
 def _spans(pace: Asynchronous, phases: dict[str, float], groups: Sequence[tuple[float, float]]) -> tuple[Span, ...]:
-    numbered = list(enumerate(groups))
-    rounds = [[group] for group in numbered] if pace.stream else [numbered]
-    drawn = min(pace.every, max(1, _MAX_DRAWN // len(rounds)))
-    ends = list(itertools.accumulate(sum(s for _, (s, _) in members) for members in rounds))
-    # the ends of the previous turn's exchanges: either the link is always busy, or no step waits for them
-    busy = pace.hidden and ends[-1] > len(rounds) * pace.every * sum(phases.values())
-    ends = [end - ends[-1] if busy else -math.inf for end in ends]
+    drawn = min(pace.every, _MAX_DRAWN)
     spans: list[Span] = []
 
     def draw(kind: str, name: str, start: float, stop: float, size: float = 0) -> float:
@@ -70,16 +64,14 @@ def _spans(pace: Asynchronous, phases: dict[str, float], groups: Sequence[tuple[
             spans.append(Span(kind, name, start, stop, bytes=round(size)))
         return max(start, stop)
 
-    now, free, zero = ends[0] if busy else 0.0, 0.0, 0.0
-    for i, members in enumerate([*rounds, *rounds]):  # the second turn is in the steady state
-        if i == len(rounds):
-            zero = now
-            spans.clear()
-        for group, (s, size) in members:
+    now = free = zero = 0.0
+    for _ in range(2):  # the second turn is in the steady state
+        zero = now
+        spans.clear()
+        for group, (s, size) in enumerate(groups):
             free = draw("transfer", f"group {group}", max(now, free), max(now, free) + s, size)
-        ends.append(free)
         now = now if pace.hidden else draw("exposed", "fresh weights", now, free)
         for _, (kind, s) in itertools.product(range(drawn), phases.items()):
             now = draw(kind, "all layers", now, now + s * pace.every / drawn)
-        now = draw("exposed", "fresh weights", now, ends[i + 1]) if pace.hidden else now
+        now = draw("exposed", "fresh weights", now, free) if pace.hidden else now
     return tuple(replace(span, start=span.start - zero, stop=span.stop - zero) for span in spans)

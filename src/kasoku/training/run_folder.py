@@ -31,14 +31,14 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
-_FORMAT = "# format 4 of kasoku's run folders: a time below 1 is a share of the training\n"
+_FORMAT = "# format 5 of kasoku's run folders: a time below 1 is a share of the training\n"
 _REMEDIES = {"predict": -1, "momentum": -1}
 _REMOVED: dict[str, dict[str, Any]] = {  # settings of older formats: the values that changed nothing; None: any
-    "kasoku.optim.averaging.Lookahead": {"power": 0, "epochs": None},
     "kasoku.optim.muon": {"normalize": True},
+    "kasoku.data.augment.growth.LowResolution": {"multiple": None},
     "kasoku.memory.saved_memory.SavedMemory": {"bf16": False},
     "kasoku.distributed.ddp.compression.Wire": {"sums": "fp32"},
-    "kasoku.distributed.async_sgd.asynchronous.Asynchronous": {"servers": 0, "remedies": _REMEDIES},
+    "kasoku.distributed.async_sgd.asynchronous.Asynchronous": {"servers": 0, "remedies": _REMEDIES, "stream": False},
 }
 _TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first

@@ -1,7 +1,6 @@
 """A worker's copy of one group of parameters, divided into pieces, one for each owner."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,12 +17,12 @@ def most_local_steps(max_staleness: int | None) -> int:
 
 
 class FlatViews:
-    """A flat buffer, allocated by `zeros(elements, dtype=)`, with one view into it for each parameter of a group."""
+    """A flat buffer on a device, with one view into it for each parameter of a group."""
 
-    def __init__(self, params: Sequence[Tensor], zeros: Callable[..., Tensor] = torch.zeros) -> None:
+    def __init__(self, params: Sequence[Tensor], device: torch.device | None = None) -> None:
         self.params = params
         sizes = [p.numel() for p in params]
-        self.flat = zeros(sum(sizes), dtype=torch.float32)
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         parts = zip(torch.split(self.flat, sizes), params, strict=True)
         self.views = [part.as_strided(p.shape, p.stride()) for part, p in parts]
 
@@ -47,7 +46,7 @@ class Prediction(FlatViews):
     """
 
     def __init__(self, params: Sequence[Tensor], ahead: float) -> None:
-        super().__init__(params if ahead else (), partial(torch.zeros, device=params[0].device))
+        super().__init__(params if ahead else (), params[0].device)
         self._ahead = ahead
         self.reset()
 
@@ -90,7 +89,6 @@ class WorkerGroup:
         codec: of messages.
         blocking: the parameters do not change during an exchange, and equal the weights read after it.
         ahead: of the prediction that the parameters hold between exchanges, so `blocking` is False; 0: none.
-        zeros: allocates the buffers of requests and replies.
 
     Attributes:
         base: the last known weights, with this worker's own updates.
@@ -105,18 +103,11 @@ class WorkerGroup:
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        owners: Sequence[int],
-        codec: Codec,
-        *,
-        blocking: bool,
-        ahead: float = 0.0,
-        zeros: Callable[..., Tensor] = torch.zeros,
+        self, params: Sequence[Tensor], owners: Sequence[int], codec: Codec, *, blocking: bool, ahead: float = 0.0
     ) -> None:
         self.params, self._blocking, self.codec = params, blocking, codec
         in_place = blocking and codec.exact
-        self.current, self.base = FlatViews(params), FlatViews(params, zeros if in_place else torch.zeros)
+        self.current, self.base = FlatViews(params), FlatViews(params)
         self.prediction = Prediction(params, ahead)
         n = len(self.base.flat)
         self.residual = torch.zeros(0 if codec.exact else n)
@@ -124,14 +115,14 @@ class WorkerGroup:
         pieces = zip(owners, cuts, cuts[1:], strict=False)
         self.pieces = {owner: slice(start, stop) for owner, start, stop in pieces if start < stop}
         if codec.exact:
-            self._request, self._reply = (self.base if in_place else FlatViews(params, zeros) for _ in range(2))
+            self._request, self._reply = (self.base if in_place else FlatViews(params) for _ in range(2))
             self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
         else:
             self.slots, end = {}, 0
             for owner, piece in self.pieces.items():
                 start, end = end, end + codec.elements(piece.stop - piece.start)
                 self.slots[owner] = slice(start, end)
-            self.request, self.reply = (zeros(end, dtype=codec.dtype) for _ in range(2))
+            self.request, self.reply = (torch.zeros(end, dtype=codec.dtype) for _ in range(2))
         self.pending: dict[int, Reply] = {}
         self.orphans: list[slice] = []
 
