@@ -2,13 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kasoku.core import Clock, InputError
-from kasoku.core.files import json_text, write_error, write_text
 from kasoku.tune.memory_forecast import extrapolate
 
 STEPS, BRIEF = 20, 5  # timed steps of a size: in full, in a brief measurement
@@ -112,15 +110,6 @@ class BatchSizeResult:
             samples.append(asdict(sample) | derived)
         document = {"chosen": self.batch, **asdict(self), "samples": samples}
         return {k: v for k, v in document.items() if k not in ("batch", "epochs")}
-
-
-def write_tuning(folder: Path, document: Mapping[str, Any]) -> None:
-    """Writes tuning.json; null stands for a number that is not finite. Raises InputError if it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(folder, error) from error
-    write_text(folder / "tuning.json", json_text(document))
 
 
 @dataclass
