@@ -120,11 +120,12 @@ def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:
     whole = sum(rows[kind] for kind in kinds)
     step_s = {kind: rows[kind] / whole * step.step_s for kind in kinds}
     cluster, what = case.simulator.cluster, "updates" if step.inputs.asynchronous else "gradients"
+    drawn = {} if step.inputs.asynchronous else {"timeline": timeline(step)}
     return RunRecord(
         f"{name} on {step.gpus:,} {cluster.device.name}, simulated",
         toml.table(case.recipe),
         result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": case.recipe.epochs},
-        parts={"ledger": {"rows": rows, "step_s": step_s}, "timeline": timeline(step)},
+        parts={"ledger": {"rows": rows, "step_s": step_s}, **drawn},
         buckets=table(step.inputs.plan, step.inputs.tensors, what=what),
         machine={"chosen": f"{cluster.name}, simulated"},
     )

@@ -172,6 +172,13 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer = _MEAN) -> Fastest:
     return LowRankLink(**vars(between), reducer=alike, gpu=cluster.device, inside=inside, node=row)
 
 
+@lru_cache(maxsize=1024)
+def exchange_link(cluster: Cluster, gpus: int) -> Fastest:
+    """The time of an exchange by the bytes of a rank's update, which are sent both ways, with requests and replies."""
+    once = exchange(cluster, gpus)
+    return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
+
+
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
     """The fastest of several named algorithms, each in every protocol of the cluster."""
     choices = tuple(
