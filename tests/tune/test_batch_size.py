@@ -24,11 +24,9 @@ from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.models import cifarnet
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
 from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, tune_batch_size
-from kasoku.tune.measurement import BatchSizeResult, Measurement
-from kasoku.tune.memory_forecast import MemoryForecast
-from kasoku.tune.sandbox import Sandbox, copy_of
+from kasoku.tune.measurement import BatchSizeResult, Measurement, MemoryForecast
 from kasoku.tune.strategies import Strategy
-from kasoku.tune.trial import NoiseEstimate, Trial
+from kasoku.tune.trial import NoiseEstimate, Sandbox, Trial, copy_of
 
 pytestmark = pytest.mark.usefixtures("ticking")
 

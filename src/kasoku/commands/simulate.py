@@ -34,7 +34,10 @@ def run(arguments: SimulateArguments) -> int:
     changed = load_cluster(arguments.cluster, arguments.what_if) if what_if else None
     if changed and changed.device != cluster.device and arguments.profile:
         raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave --profile out")
-    over = sizes(cluster, *_range(arguments.sweep), fits=case.simulator.sharing.fits) if arguments.sweep else []
+    ends = re.fullmatch(r"gpus=(\d+):(\d+)", arguments.sweep)
+    if arguments.sweep and not ends:
+        raise InputError(f"--sweep {arguments.sweep}: gpus=A:B is wanted, as gpus=1:4096")
+    over = sizes(cluster, *map(int, ends.groups()), fits=case.simulator.sharing.fits) if ends else []
     step = case.step(gpus)
     for line in case.remarks(step):
         say(line)
@@ -104,13 +107,6 @@ def _asynchronous(pace: Asynchronous) -> str:
     groups = ", one group at a time" if pace.stream else ""
     shown = "beside computing" if pace.hidden else "waited for at once"
     return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{groups}, {shown}"
-
-
-def _range(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"gpus=(\d+):(\d+)", text)
-    if not match:
-        raise InputError(f"--sweep {text}: gpus=A:B is wanted, as gpus=1:4096")
-    return int(match[1]), int(match[2])
 
 
 def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:

@@ -193,7 +193,9 @@ def profiled(profiles: Sequence[str], net: ModelCosts) -> MeasuredTimes:
             wanted = "a folder of kasoku profile is wanted; profile again"
             raise InputError(f"{folder}: no profile there ({summary(error)}): {wanted}") from error
         odd = [name for name, both in times.items() if not all(0 <= s < 1e6 for s in both)]
-        lost = [layer.name for layer in net.layers if not _block(layer.name, times) and not _holds(layer.name, times)]
+        parents = {name[:dot] for name in times for dot in range(len(name)) if name[dot] == "."} | {""}
+        # of a layer whose children are profiled, its own weights, such as position embeddings, take no time
+        lost = [x.name for x in net.layers if not _block(x.name, times) and x.name not in parents]
         more = [name for name in times if name not in net.modules]
         if odd:
             raise InputError(f"{folder}: {odd[0]} takes {times[odd[0]]} s: times of 0 or more are wanted")
@@ -246,8 +248,3 @@ def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
 def _block(layer: str, times: dict[str, Any]) -> str:
     """The profiled block that is the layer or contains it."""
     return next((name for name in times if layer == name or layer.startswith(f"{name}.")), "")
-
-
-def _holds(layer: str, times: dict[str, Any]) -> bool:
-    """Whether the layer's children are profiled blocks: its own weights, such as position embeddings, take no time."""
-    return any(name.startswith(f"{layer}.".lstrip(".")) for name in times)

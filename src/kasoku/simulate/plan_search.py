@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.batch_points import batches_of_points
 from kasoku.config.ranks import can_share
-from kasoku.config.recipe import Recipe, load, read_document
+from kasoku.config.recipe import Recipe, batches_of_points, load, read_document
 from kasoku.config.updates import growth, updates
 from kasoku.core import InputError, Schedule, say
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned

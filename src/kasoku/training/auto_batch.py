@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kasoku.config.ranks import TEST_PASSES, shares_of, unit_of_shares
-from kasoku.config.recipe import Recipe, Tune, checked, flat_settings
+from kasoku.config.recipe import Recipe, checked, flat_settings
 from kasoku.config.toml import Factory, parameters_of, resolve, table
 from kasoku.config.updates import evaluations, pixel_share, updates, updates_in_epoch
 from kasoku.core import Comm, InputError, say, summary
@@ -24,8 +24,7 @@ from kasoku.report import print_table
 from kasoku.training.run_state import Training
 from kasoku.training.trainer import build
 from kasoku.tune import BatchSizeResult, Needs, SizeSearch, Strategy, batch_size, tune_batch_size
-from kasoku.tune.measurement import BRIEF
-from kasoku.tune.memory_forecast import extrapolate, out_of_memory
+from kasoku.tune.measurement import BRIEF, extrapolate, out_of_memory
 
 _BUDGET_S = 4.0
 _FORWARD = 1 / 3  # of the computing of a step
@@ -71,7 +70,12 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tupl
     if comm.rank == 0 and sizes[0] and least <= most and (least, most) != sizes:
         range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
         say(f"{range_} can be shared by the ranks and trained with")
-    strategy = run_on_all_ranks(comm, lambda: _strategy(recipe.tune, curve(at, least, most)))
+    factory = recipe.tune.strategy or Factory("kasoku.tune.TimeToTarget")
+    target = {} if recipe.tune.target is None else {"target": recipe.tune.target}
+    kind: type[Strategy] = Strategy  # type: ignore[type-abstract]
+    strategy = run_on_all_ranks(
+        comm, lambda: checked(factory(epochs=curve(at, least, most), **target), kind, "tune.strategy")
+    )
 
     def search() -> BatchSizeResult:
         try:
@@ -88,13 +92,6 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tupl
     tuned = at_once(result.batch)
     origin = ", ".join(text for text in (f"tuned by {result.strategy}", tuned.origin) if text)
     return TunedRecipe(replace(tuned, origin=origin), result, dataset)
-
-
-def _strategy(settings: Tune, epochs: tuple[tuple[int, float], ...]) -> Strategy:
-    """The strategy of the table [tune], with the recipe's epochs for each batch unless it has its own."""
-    factory = settings.strategy or Factory("kasoku.tune.TimeToTarget")
-    target = {} if settings.target is None else {"target": settings.target}
-    return checked(factory(epochs=epochs, **target), Strategy, "tune.strategy")  # type: ignore[type-abstract]
 
 
 def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:

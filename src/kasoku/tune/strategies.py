@@ -80,7 +80,8 @@ def _gaps(
         below = [s for s in good[:i] if left.batch - s.batch >= end - left.batch] or good[:1]
         an_image_s = 0.0  # of the smallest size, if there may be a cliff above it
         if i or (right and worth(right.batch, right.step_s) > worth(left.batch, left.step_s)):
-            an_image_s = max(0.0, _chord(below[-1], left if i else good[1]))
+            start, stop = below[-1], left if i else good[1]
+            an_image_s = max(0.0, (stop.step_s - start.step_s) / (stop.batch - start.batch))
         sizes = range(left.batch + 1, end, max(1, (end - left.batch) // _POINTS))
         worths = {b: worth(b, left.step_s + an_image_s * (b - left.batch)) for b in sizes}
         value = max(worths.values(), default=-math.inf)
@@ -120,10 +121,6 @@ def errors_of(good: Sequence[Measurement]) -> dict[int, float]:
     """The error of each batch, as a share: the larger of its own and of the typical error of as many steps."""
     typical = statistics.median(s.error * math.sqrt(max(1, s.steps)) for s in good)
     return {s.batch: max(s.error, typical / math.sqrt(max(1, s.steps))) for s in good}
-
-
-def _chord(left: Measurement, right: Measurement) -> float:
-    return (right.step_s - left.step_s) / (right.batch - left.batch)
 
 
 def _rounded(batch: float, above: int, below: int, multiple: int) -> int | None:
