@@ -35,11 +35,12 @@ def run(arguments: ProfileArguments) -> int:
         raise InputError(f"--steps {arguments.steps}: at least 1 step is wanted")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise InputError(f"--ranks {arguments.ranks}: at least 1 process is wanted")
-
-    def count() -> int:
-        return arguments.ranks or gpus_for(arguments.load())
-
+    count = partial(_ranks, arguments)
     return on_ranks(partial(_profile, arguments), arguments.words, started=arguments.started, count=count)
+
+
+def _ranks(arguments: ProfileArguments) -> int:
+    return arguments.ranks or gpus_for(arguments.load())
 
 
 def _recipe(arguments: ProfileArguments, ranks: int) -> Recipe:
@@ -89,11 +90,7 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
         for title, head, cells in profile_tables(first):
             print_table(title, cells, head)
         if others:
-            own_s = [row["step_s"] - row["wait_s"] for row in first["ranks"]]
-            last = own_s.index(max(own_s))
-            more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
-            work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
-            print(f"slowest: rank {last}, {work}; {first['ranks'][last]['bottleneck']}")
+            print(_slowest(first["ranks"]))
         for cause in document["verdict"]:
             print(StepBottleneck(**cause))
         print(f"{folder}: {', '.join(documents)}, trace.json (open it in chrome://tracing or Perfetto)")
@@ -119,3 +116,12 @@ def _by_rank(profiles: Sequence[tuple[StepProfile, Mapping[str, float], StepFact
         }
         for rank, (profile, step, facts) in enumerate(profiles)
     ]
+
+
+def _slowest(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """A line that names the slowest rank."""
+    own_s = [row["step_s"] - row["wait_s"] for row in ranks]
+    last = own_s.index(max(own_s))
+    more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
+    work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
+    return f"slowest: rank {last}, {work}; {ranks[last]['bottleneck']}"

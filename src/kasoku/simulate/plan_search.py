@@ -125,7 +125,7 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str]
         outputs = sum(layer.outputs for layer in simulator.net.layers)
         most = int(cluster.device.most * _OUTPUTS / max(1.0, outputs))
         if simulator.profile:
-            most = max([most, *(images for images, _ in simulator.profile.measured)])
+            most = max(most, *simulator.profile.batches)
         if any(technique.saves_memory for technique in recipe.techniques):
             most = recipe.batch
         numbers = range(1, min(cluster.most, recipe.batch) + 1)

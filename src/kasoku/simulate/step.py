@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from kasoku.core import InputError
 from kasoku.distributed import Asynchronous, Hierarchical, Mean, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
@@ -36,7 +38,7 @@ from kasoku.simulate.collectives import Fastest
 from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
 
 _FP32 = 4  # bytes of an element
-_CELLS = 4000  # of an integral
+_POINTS = 4001  # of an integral
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,9 @@ def slowest(spread: float, ranks: int) -> float:
     """
     if spread == 0:
         return 1.0
-    low, high = math.exp(-9 * spread), math.exp(9 * spread)
-    width = (high - low) / _CELLS
-    centres = (low + (i + 0.5) * width for i in range(_CELLS))
-    below = (0.5 * math.erfc(-math.log(x) / (spread * math.sqrt(2))) for x in centres)  # the ranks with at most x
-    return low + width * sum(1 - fraction**ranks for fraction in below)
+    x = torch.linspace(math.exp(-9 * spread), math.exp(9 * spread), _POINTS, dtype=torch.float64)
+    below = torch.special.ndtr(x.log() / spread)  # the share of ranks with at most x
+    return float(x[0] + torch.trapezoid(1 - below**ranks, x))
 
 
 def timeline(step: SimulatedStep) -> dict[str, Any]:
