@@ -174,7 +174,8 @@ class _TrialProcess:
     process: subprocess.Popen[bytes]
     folder: Path
     reported: int = 0  # evaluations
-    pruned_s: float = 0.0  # when it was signalled to end
+    ended_s: float = 0.0  # when it was signalled to end
+    pruned: bool = False
 
 
 def search(
@@ -202,28 +203,20 @@ def search(
         finally:
             trials.end()
         outcomes = trials.outcomes()
-        _write(plan.folder, outcomes)
+        done = [run for run in outcomes if run.how == "done"]
+        seconds = [run.result["seconds"] for run in done if run.result["seconds"]]  # from the start of its process
+        best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
+        document = {
+            "trials": len(outcomes),
+            "first": asdict(min(done, key=lambda run: run.trial)) if done else None,
+            "best": asdict(done[0]) if done else None,
+            "seconds_a_trial": mean(seconds) if seconds else None,
+            "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
+        }
+        write_text(plan.folder / "search.json", json.dumps(document, indent=1) + "\n")
         if outcomes and not caught and all(run.how.startswith("failed") for run in outcomes):
             raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_REMEDY}")
         return outcomes
-
-
-def _write(folder: Path, outcomes: Sequence[TrialResult]) -> None:
-    """Writes search.json: the first and the best of the done trials, and the best top-1 so far after each trial.
-
-    The seconds of a trial count from the start of its process.
-    """
-    done = [run for run in outcomes if run.how == "done"]
-    seconds = [run.result["seconds"] for run in done if run.result["seconds"]]
-    best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
-    document = {
-        "trials": len(outcomes),
-        "first": asdict(min(done, key=lambda run: run.trial)) if done else None,
-        "best": asdict(done[0]) if done else None,
-        "seconds_a_trial": mean(seconds) if seconds else None,
-        "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
-    }
-    write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
 
 
 class _Trials:
@@ -262,39 +255,36 @@ class _Trials:
             self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
         return bool(self.running)
 
-    def poll(self) -> None:
-        """Reads the metrics of running trials, prunes those that are too low, and says which have ended."""
+    def poll(self, *, ending: bool = False) -> None:
+        """Reads the metrics of running trials, prunes those that are too low, and says which have ended.
+
+        `ending`: ends all by SIGTERM, at which they write a checkpoint, and enqueues them again.
+        """
         for job, run in list(self.running.items()):
             if run.process.poll() is not None:
                 del self.running[job]
-                self._finish(run)
-                self.say(str(TrialResult.of(run.trial)))
-            elif run.pruned_s:
-                if time.monotonic() - run.pruned_s > _GRACE_S:
+                if ending and not run.pruned and run.process.returncode:
+                    self._enqueue_again(self.study.trials[run.trial.number])
+                else:
+                    self._finish(run)
+                    self.say(str(TrialResult.of(run.trial)))
+            elif run.ended_s:
+                if time.monotonic() - run.ended_s > _GRACE_S:
                     run.process.kill()
-            elif self._report(run) and run.trial.should_prune():
-                run.pruned_s = time.monotonic()
+            elif ending or (self._report(run) and run.trial.should_prune()):
+                run.ended_s, run.pruned = time.monotonic(), not ending
                 run.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Ends running trials by SIGTERM, at which they write a checkpoint, and enqueues them again."""
-        running = list(self.running.values())
-        for run in running:
-            run.process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + _GRACE_S
+        """Ends running trials; at once if it is interrupted."""
         try:
-            for run in running:
-                with suppress(subprocess.TimeoutExpired):
-                    run.process.wait(max(0.0, until - time.monotonic()))
+            while self.running:
+                self.poll(ending=True)
+                time.sleep(_POLL_S / 10)
         finally:
-            for run in running:
+            for run in self.running.values():
                 run.process.kill()
                 run.process.wait()
-        for run in running:
-            if run.pruned_s or run.process.returncode == 0:
-                self._finish(run)
-            else:
-                self._enqueue_again(self.study.trials[run.trial.number])
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
@@ -319,7 +309,7 @@ class _Trials:
         self._report(run)
         if code == 0 and result.get("top1") is not None:
             how, report = "done", {"values": result["top1"]}
-        elif run.pruned_s:
+        elif run.pruned:
             how, report = "pruned", {"state": self.states.PRUNED}
         elif code == DIVERGED:
             run.trial.report(0.0, run.reported)  # from which the sampler learns
