@@ -80,21 +80,11 @@ class Tune(Checked):
     Args:
         strategy: `use` names a strategy with its arguments, such as kasoku.tune.Throughput, or one of your own;
             TimeToTarget if it is left out.
-        target: the `target` of a strategy that has one, as GpuUsageMaximize: any number that it takes.
         budget: seconds of tuning, above 0; then the best batch so far is taken.
     """
 
     strategy: Factory | None = None
-    target: float | None = None
     budget: Annotated[float, Range("seconds", above=0, below=math.inf)] = 60.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        made = self.strategy
-        unset = parameters_of(resolve(made.use, "strategy.use")).keys() - made.keys.keys() if made else ()
-        if self.target is not None and "target" not in unset:
-            use = made.use if made else "the default strategy"
-            raise InputError(f"target={self.target:g}: {use} has no target, or is given one: remove it")
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,8 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tupl
         range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
         say(f"{range_} can be shared by the ranks and trained with")
     factory = recipe.tune.strategy or Factory("kasoku.tune.TimeToTarget")
-    target = {} if recipe.tune.target is None else {"target": recipe.tune.target}
     kind: type[Strategy] = Strategy  # type: ignore[type-abstract]
-    strategy = run_on_all_ranks(
-        comm, lambda: checked(factory(epochs=curve(at, least, most), **target), kind, "tune.strategy")
-    )
+    strategy = run_on_all_ranks(comm, lambda: checked(factory(epochs=curve(at, least, most)), kind, "tune.strategy"))
 
     def search() -> BatchSizeResult:
         try:
