@@ -216,7 +216,7 @@ def test_a_library_network_is_simulated_and_profiled(name, recipe_of, tmp_path, 
                 "--gpus",
                 "1",
                 "--profile",
-                f"{out}:8",
+                str(out),
                 "--out",
                 str(tmp_path / "s"),
             ]

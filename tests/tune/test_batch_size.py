@@ -6,7 +6,6 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,16 @@ from contracts import Net, assert_same, make, rule, train, weights
 from helpers.planted import Hand, Slow
 from helpers.toy_images import image_job, judged
 from kasoku.core import Comm, DeadlockError, InputError, Job, Linear, Solo, Technique, Threads
+from kasoku.core.files import json_text
 from kasoku.data import Augment, Loader, Mix, digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.models import cifarnet
 from kasoku.optim import EMA, Clip, Rate, sgd
 from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, tune_batch_size
-from kasoku.tune.measurement import BatchSizeResult, Measurement, write_tuning
-from kasoku.tune.memory_forecast import MemoryForecast
-from kasoku.tune.noise_scale import NoiseEstimate
-from kasoku.tune.sandbox import Sandbox, copy_of
+from kasoku.tune.measurement import BatchSizeResult, Measurement, MemoryForecast
 from kasoku.tune.strategies import Strategy
-from kasoku.tune.trial import Trial
+from kasoku.tune.trial import NoiseEstimate, Sandbox, Trial, copy_of
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
@@ -326,7 +323,7 @@ def test_bad_settings_are_one_clear_line_each():
 # ---- what is kept
 
 
-def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
+def test_tuning_json_has_what_the_page_shows():
     samples = (
         Measurement(8, 0.1, 0.09, 0.11, input_s=0.01, utilisation=0.5, noise=12.0),
         Measurement(16, 0.15, 0.14, 0.16),
@@ -334,8 +331,7 @@ def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
     )
     epochs, speeds = (1.0, 1.5, 2.5), (100.0, 50.0)
     found = BatchSizeResult(16, samples, "planted", 3.0, True, epochs, "TimeToTarget", 60.0, speeds)
-    write_tuning(tmp_path, found.as_json())
-    text = (tmp_path / "tuning.json").read_text()
+    text = json_text(found.as_json())
     assert "NaN" not in text
     assert "Infinity" not in text
     told = json.loads(text)
@@ -348,5 +344,3 @@ def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
     assert second["goodput"] == pytest.approx(16 / 0.15 / 1.5)
     assert second["utilisation"] is None
     assert (failed["step_s"], failed["failed"]) == (None, "out of memory")
-    with pytest.raises(InputError, match=r"tuning\.json: cannot be written"):
-        write_tuning(tmp_path / "tuning.json", found.as_json())

@@ -24,8 +24,7 @@ from kasoku.distributed import VirtualRanks
 from kasoku.optim import EMA, sgd
 from kasoku.tune import BatchSizeResult, EpochTimeMinimize, Throughput, TimeToTarget, tune_batch_size
 from kasoku.tune.measurement import Needs
-from kasoku.tune.sandbox import Sandbox, undisturbed
-from kasoku.tune.trial import Trial
+from kasoku.tune.trial import Sandbox, Trial, undisturbed
 
 pytestmark = pytest.mark.usefixtures("ticking")
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -191,16 +192,11 @@ def _card(trained: Trained, facts: Mapping[str, Any]) -> str:
     del rows["run folder"]
     metrics = [{"type": "accuracy", "value": result.best_top1}]
     results = [{"task": {"type": _TASK}, "dataset": {"name": data, "type": data}, "metrics": metrics}]
-    front = {
-        "library_name": library,
-        "pipeline_tag": _TASK,
-        "tags": [_TASK, "kasoku"],
-        "model-index": [{"name": recipe.model.name, "results": results}],
-    }
-    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""]
-    lines += [f"# {recipe.model.name} on {data}", "", "An image classifier, trained with kasoku: `recipe.toml` has all"]
-    lines += ["settings, and the weights are those of the best evaluation.", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {text.replace('|', ' ')} |" for name, text in rows.items()]
-    lines += ["", "```console", "kasoku predict FOLDER photo.jpg", "```", "", "```python", _USES[library], "```", ""]
-    lines += [f"- {name}: {facts[name]}" for name in ("input", "resize", "output")]
-    return "\n".join(lines) + "\n"
+    return Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
+        facts,
+        library=library,
+        index=json.dumps([{"name": recipe.model.name, "results": results}], ensure_ascii=False),
+        title=f"{recipe.model.name} on {data}",
+        rows="\n".join(f"| {name} | {text.replace('|', ' ')} |" for name, text in rows.items()),
+        use=_USES[library],
+    )

@@ -145,7 +145,13 @@ def _write(chosen: Choice, folder: Path, original: Path) -> dict[str, Any]:
 def _compare(run: Path) -> dict[str, Any]:
     """Prints and returns the plan of a run beside its ledger, item by item; the print has the error of each."""
     check_regular(run)
-    plan = _figures(_plan_of(run), "not what kasoku plan writes: plan anew", "gpus", "batch", "images_per_s")
+    command = read_json(run / "environment.json").get("command")
+    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+    folders = [run, *(Path(word).parent for word in words if word.endswith(".toml"))][:2]  # or beside its recipe
+    files = [folder / "plan.json" for folder in folders if (folder / "plan.json").is_file()]
+    if not files:
+        raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
+    plan = _figures(files[0], "not what kasoku plan writes: plan anew", "gpus", "batch", "images_per_s")
     recipe, ledger = load_recipe(run), _figures(run / "ledger.json", "it has no rows of seconds: train anew")
     ranks = len(ledger["ranks"]) if isinstance(ledger.get("ranks"), list) else 1
     if (ranks, recipe.batch) != (plan["gpus"], plan["batch"]):
@@ -165,17 +171,6 @@ def _compare(run: Path) -> dict[str, Any]:
         rows["throughput"] = f"{rate:,.0f} images/s expected, {reached:,.0f} reached: {rate / reached - 1:+.1%}"
     print_table(f"{run}", rows)
     return {"seconds": pairs, "images_per_s": [rate, reached]}
-
-
-def _plan_of(run: Path) -> Path:
-    """The plan.json of a run: in its folder, or beside the recipe that it was trained from."""
-    command = read_json(run / "environment.json").get("command")
-    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
-    folders = [run, *(Path(word).parent for word in words if word.endswith(".toml"))][:2]
-    files = [folder / "plan.json" for folder in folders if (folder / "plan.json").is_file()]
-    if not files:
-        raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
-    return files[0]
 
 
 def _figures(file: Path, otherwise: str, *keys: str) -> dict[str, Any]:

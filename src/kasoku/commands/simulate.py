@@ -34,7 +34,10 @@ def run(arguments: SimulateArguments) -> int:
     changed = load_cluster(arguments.cluster, arguments.what_if) if what_if else None
     if changed and changed.device != cluster.device and arguments.profile:
         raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave --profile out")
-    over = sizes(cluster, *_range(arguments.sweep), fits=case.simulator.sharing.fits) if arguments.sweep else []
+    ends = re.fullmatch(r"gpus=(\d+):(\d+)", arguments.sweep)
+    if arguments.sweep and not ends:
+        raise InputError(f"--sweep {arguments.sweep}: gpus=A:B is wanted, as gpus=1:4096")
+    over = sizes(cluster, *map(int, ends.groups()), fits=case.simulator.sharing.fits) if ends else []
     step = case.step(gpus)
     for line in case.remarks(step):
         say(line)
@@ -105,13 +108,6 @@ def _asynchronous(pace: Asynchronous) -> str:
     return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}, {shown}"
 
 
-def _range(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"gpus=(\d+):(\d+)", text)
-    if not match:
-        raise InputError(f"--sweep {text}: gpus=A:B is wanted, as gpus=1:4096")
-    return int(match[1]), int(match[2])
-
-
 def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:
     """The simulated training as a run, whose page shows a step."""
     kinds = ("forward", "backward", "exposed")
@@ -119,11 +115,12 @@ def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:
     whole = sum(rows[kind] for kind in kinds)
     step_s = {kind: rows[kind] / whole * step.step_s for kind in kinds}
     cluster, what = case.simulator.cluster, "updates" if step.inputs.asynchronous else "gradients"
+    drawn = {} if step.inputs.asynchronous else {"timeline": timeline(step)}
     return RunRecord(
         f"{name} on {step.gpus:,} {cluster.device.name}, simulated",
         toml.table(case.recipe),
         result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": case.recipe.epochs},
-        parts={"ledger": {"rows": rows, "step_s": step_s}, "timeline": timeline(step)},
+        parts={"ledger": {"rows": rows, "step_s": step_s}, **drawn},
         buckets=table(step.inputs.plan, step.inputs.tensors, what=what),
         machine={"chosen": f"{cluster.name}, simulated"},
     )

@@ -23,6 +23,7 @@ from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
 from kasoku.core import Comm, InputError, say
+from kasoku.core.files import json_text
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
@@ -222,7 +223,7 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
 def _photo_rows(training: Training) -> dict[str, str]:
     """What was chosen for a folder of photos, and how long that takes. Collective."""
     from kasoku.report.dry_run import photo_rows
-    from kasoku.training.estimate import estimated_s
+    from kasoku.training.auto_batch import estimated_s
 
     return photo_rows(training.recipe, training.dataset, training.job.model, estimated_s(training))
 
@@ -239,9 +240,7 @@ def _begin(
         _say_once(training.job.comm, remark(recipe, training.dataset, training.outputs))
         training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
-            from kasoku.tune.measurement import write_tuning
-
-            write_tuning(run.path, tuned.result.as_json())
+            run.write("tuning.json", json_text(tuned.result.as_json()))
     elif arguments.set:
         run.write_recipe(recipe)
     if not arguments.quiet:

@@ -172,6 +172,13 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer = _MEAN) -> Fastest:
     return LowRankLink(**vars(between), reducer=alike, gpu=cluster.device, inside=inside, node=row)
 
 
+@lru_cache(maxsize=1024)
+def exchange_link(cluster: Cluster, gpus: int) -> Fastest:
+    """The time of an exchange by the bytes of a rank's update, which are sent both ways, with requests and replies."""
+    once = exchange(cluster, gpus)
+    return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
+
+
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
     """The fastest of several named algorithms, each in every protocol of the cluster."""
     choices = tuple(
@@ -202,24 +209,17 @@ def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
     Rows of whole nodes use a ring for each NIC.
     """
     width, each = width or gpus, cluster.node.gpus
+    nodes = max(1, width // each)  # of a row
+    channels = cluster.node.nics if width % each == 0 and nodes > 1 else 1
     flows: list[Flow] = []
-    for first in range(0, gpus, width):
-        ranks = range(first, first + width)
-        flows += _circle(ranks, 1 / width) if width % each else _rings(cluster, first, width)
+    for first, channel in itertools.product(range(0, gpus, width), range(channels)):
+        ranks = [*range(first, first + width)]
+        if channels > 1:
+            last = channel * each // channels  # the GPU nearest to the NIC sends it out
+            ranks = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
+        flows += _circle(ranks, 1 / (width * channels))
     rounds, between = width - 1, -(-width // each) - 1
     return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, flows))
-
-
-def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
-    """A round of the rings over `gpus` GPUs from `first` on, which are in one node or fill their nodes."""
-    nodes, each = max(1, gpus // cluster.node.gpus), min(gpus, cluster.node.gpus)
-    channels = cluster.node.nics if nodes > 1 else 1
-    flows: list[Flow] = []
-    for channel in range(channels):
-        last = channel * each // channels  # the GPU nearest to the NIC sends it out
-        order = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
-        flows += _circle(order, 1 / (gpus * channels))
-    return flows
 
 
 def _circle(ranks: Sequence[int], size: float) -> list[Flow]:
