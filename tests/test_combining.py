@@ -39,6 +39,7 @@ IMPORTANT = {
     ("Clip", "Overlap"),
     ("GrowBatch", "VirtualRanks"),
     ("EMA", "Overlap"),
+    ("EMA", "Lookahead"),
     ("Augment", "Mix"),
     ("Overlap", "Rate"),
 }
@@ -48,6 +49,7 @@ OTHERS = {(row.pop("one"), row.pop("other")): row for row in KNOWN["others"]}
 SILENT = {
     ("EMA", "after_update"),
     ("EMA", "around_evaluation"),
+    ("Lookahead", "after_update"),
     ("LossScale", "patch"),
     ("LossScale", "decide_step"),
     ("Asynchronous", "after_step"),

@@ -2,7 +2,6 @@
 
 import itertools
 import socket
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.device import Graphs, LossScale
 from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, PerLayer, Planned, VirtualRanks, Wire
 from kasoku.distributed.batchnorm import virtual_ranks
-from kasoku.optim import EMA, sgd
+from kasoku.optim import EMA, Lookahead, sgd
 
 SIZE, NODE = 4, 2
 GROUPS = Graded(first=1, power=1.5, least_bytes=1000)
@@ -399,16 +398,11 @@ def test_nodes_of_unequal_numbers_of_steps_meet_in_a_synchronous_phase():
         assert all(torch.equal(every[0], x) for x in every[1:])
 
 
-@dataclass(frozen=True)
-class Jumps(Technique, moves_weights=True):
-    """Sets the weights back now and then."""
-
-
 @pytest.mark.parametrize(
     ("techniques", "words"),
     [
         ((Asynchronous(node=3), AllReduce()), "node=3: 4 ranks cannot be divided into such nodes; give a divisor"),
-        ((Jumps(), Asynchronous()), "all ranks would add its jump to the slow weights as an update; use EMA"),
+        ((Lookahead(), Asynchronous()), "all ranks would add its jump to the slow weights as an update; use EMA"),
         ((Overlap(), AllReduce(), Asynchronous()), "both average gradients over the ranks; leave one of them out"),
         ((VirtualRanks(norm_batch=16), nodes(), AllReduce()), r"2 of 4 ranks step together: norm_batch at most 8"),
     ],

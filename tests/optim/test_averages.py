@@ -6,7 +6,7 @@ import torch
 from contracts import make, train, weights
 from contracts import one_thread as one_thread
 from kasoku.core import InputError
-from kasoku.optim import EMA, Clip
+from kasoku.optim import EMA, Clip, Lookahead
 
 
 def history(job, steps: int) -> list[dict[str, torch.Tensor]]:
@@ -51,6 +51,22 @@ def write(job, value: float) -> None:
     with torch.no_grad():
         p.fill_(value)
     job.optimizer.step()
+
+
+def test_lookahead_sets_the_weights_to_the_slow_ones():
+    job = make(Lookahead(every=2, decay=0.75))
+    p = job.model.head.bias
+    values = iter([1.0, 2.0, 3.0, 4.0, 5.0, 10.0])
+    for _ in range(6):
+        write(job, next(values))
+    # rounds see 2 (the start), 4 and 10
+    slow = 0.75 * (0.75 * 2 + 0.25 * 4) + 0.25 * 10
+    torch.testing.assert_close(p.detach(), torch.full_like(p, slow))
+
+
+def test_averages_refuse_each_other():
+    with pytest.raises(InputError, match="techniques EMA and Lookahead cannot be combined"):
+        make(EMA(), Lookahead())
 
 
 def test_evaluation_before_the_first_round_is_of_the_weights_themselves():

@@ -34,6 +34,7 @@ ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all
 _FORMAT = "# format 5 of kasoku's run folders: a time below 1 is a share of the training\n"
 _REMEDIES = {"predict": -1, "momentum": -1}
 _REMOVED: dict[str, dict[str, Any]] = {  # settings of older formats: the values that changed nothing; None: any
+    "kasoku.optim.averaging.Lookahead": {"power": 0, "epochs": None},
     "kasoku.optim.muon": {"normalize": True},
     "kasoku.data.augment.growth.LowResolution": {"multiple": None},
     "kasoku.memory.saved_memory.SavedMemory": {"bf16": False},
