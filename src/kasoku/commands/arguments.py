@@ -121,6 +121,17 @@ class ProfileArguments(RecipeArguments):
     ranks: int | None = option(metavar="N", help="processes on this machine (default: as kasoku train)")
     out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
     if_interrupted: ClassVar[str] = "no run was changed"
+    description: ClassVar[str] = (
+        "kasoku profile [--out DIR] -- COMMAND runs COMMAND, a PyTorch script as it is (python train.py, torchrun "
+        "train.py), and profiles the steps that it makes. The exit code is that of COMMAND."
+    )
+
+
+class ScriptArguments(CommandArguments):
+    """The arguments of `kasoku profile -- COMMAND`."""
+
+    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
+    description: ClassVar[str] = ProfileArguments.description
 
 
 class SimulateArguments(RecipeArguments):
@@ -142,6 +153,7 @@ class PlanArguments(OptionalRecipe):
     deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
     budget: str = option(default="", metavar="USD", help="the fastest within 100USD")
     fastest: bool = option(default=False, help="the fastest, whatever it costs")
+    buckets: bool = option(default=False, help="also print groups for plain DDP: its bucket_cap_mb_list")
     compare: Path | None = option(metavar="RUN", help="instead: compare a run with the plan of its recipe")
     noise_scale: float | None = option(metavar="B", help="of gradients, in images: try other batches too")
     profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")

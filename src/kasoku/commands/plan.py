@@ -19,6 +19,7 @@ from kasoku.core import InputError, say
 from kasoku.core.files import check_regular, is_number, read_json, write_text
 from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
+from kasoku.distributed.ddp.bucket_plan import ddp_caps, search
 from kasoku.report import print_table
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate import plan_search
@@ -65,6 +66,10 @@ def run(arguments: PlanArguments) -> int:
     if cluster.costs == Costs():
         say(f"{cluster.name} has no [costs]: 0 s are expected before the first step")
     print_table(f"the best of {len(tried)} ways", _rows(chosen))
+    if arguments.buckets:
+        inputs = chosen.step.inputs
+        own, _, _ = search(inputs.units, inputs.tensors, inputs.link, next_forward=False)
+        print(f"DistributedDataParallel(..., bucket_cap_mb_list={ddp_caps(own, inputs.tensors)})")
     _write(chosen, folder, recipe)
     return 0
 

@@ -1,12 +1,14 @@
 """Private attributes of torch without a public equivalent, each with the torch version it was checked on."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import dataloader
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # BatchNorm as torch.nn calls it, with the statistics and the reserve that its backward reads (2.13).
@@ -75,3 +77,13 @@ def remove_step_hooks(optimizer: Optimizer) -> None:
 def cpu_computes_bf16() -> bool:
     """Whether this CPU has bfloat16 instructions: avx512_bf16 or AMX (2.13)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls a function when the backward that is running has computed its gradients, before DDP waits (2.13)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def data_loader_iterator() -> Any:
+    """The class of the iterators of torch's DataLoader (2.13)."""
+    return dataloader._BaseDataLoaderIter

@@ -290,3 +290,8 @@ def table(
         beside = f"computing keeps {link.compute_share:.0%} of its speed, communicating {link.link_share:.0%}"
         lines.append(f"  measured: {alone}; in company {beside}")
     return "\n".join(lines)
+
+
+def ddp_caps(plan: BucketPlan, tensors: Sequence[Sized]) -> list[float]:
+    """The `bucket_cap_mb_list` (MiB) with which DDP makes these buckets: it closes one that has reached its limit."""
+    return [round(sum(tensors[i].size for i in bucket) / MIB - 5e-7, 6) for bucket in plan.buckets]

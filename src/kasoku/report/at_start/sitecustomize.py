@@ -1,0 +1,40 @@
+"""Python runs this file as it starts where its folder is in PYTHONPATH: so `kasoku profile -- COMMAND` gets in.
+
+It runs the sitecustomize.py that it hides, and follows the script as soon as torch is imported, if it ever is.
+"""
+
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+
+class _Torch:
+    """A finder of torch, which imports kasoku behind it."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                from kasoku.report.script_timer import follow_script
+
+                follow_script(Path(os.environ["KASOKU_PROFILE"]))
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "KASOKU_PROFILE" in os.environ:
+    sys.meta_path.insert(0, _Torch())
+_hidden = PathFinder.find_spec("sitecustomize", [p for p in sys.path if Path(p).resolve() != Path(__file__).parent])
+if _hidden and _hidden.loader:
+    sys.modules["sitecustomize"] = _module = module_from_spec(_hidden)
+    _hidden.loader.exec_module(_module)
