@@ -54,7 +54,7 @@ def run_script(arguments: ScriptArguments) -> int:
     processes = {each["rank"]: each for each in sorted(results, key=lambda each: each["steps"])}
     ranks = [processes[rank] for rank in sorted(processes)]
     if not ranks:
-        say(f"profile: no Python process of {script} with kasoku ended after 5 steps of an optimizer of torch.optim")
+        say(f"profile: no Python process of {script} with kasoku ended after 4 or more steps of a torch.optim")
         return code
     if len(ranks) < ranks[0]["ranks"]:
         say(f"profile: {len(ranks)} of {ranks[0]['ranks']} ranks ended here by themselves; the rest is left out")

@@ -9,14 +9,5 @@ from kasoku.report.progress_bar import Bar, print_table
 from kasoku.report.script_timer import watch
 
 __all__ = [
-    "Bar",
-    "Ledger",
-    "Log",
-    "StepBottleneck",
-    "StepFacts",
-    "Timed",
-    "environment",
-    "facts_of",
-    "print_table",
-    "watch",
-]
+    "Bar", "Ledger", "Log", "StepBottleneck", "StepFacts", "Timed", "environment", "facts_of", "print_table", "watch",
+]  # fmt: skip

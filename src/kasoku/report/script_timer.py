@@ -10,7 +10,6 @@ buckets. Copies to a GPU are those of `Tensor.to` and `Tensor.cuda` outside forw
 import atexit
 import functools
 import gc
-import inspect
 import json
 import os
 import threading
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -59,13 +59,13 @@ class ScriptTimer:
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._outermost: nn.Module | None = None  # whose forward runs
-        self._in_backward = False
+        self._in_backward, self._in_step = False, 0
         self._forwards, self._parts, self._batch = 0, 1, _UNKNOWN_BATCH  # forwards of a step, and of the last; images
 
     def start(self, loader: object = None) -> None:
         """Registers the hooks that need no model; `loader`: other batches to follow than those of a DataLoader."""
         self._undo += [
-            register_optimizer_step_pre_hook(lambda *_: self._phase("update")).remove,
+            register_optimizer_step_pre_hook(lambda *_: self._steps()).remove,
             register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)).remove,
         ]
         self._wrap(torch.autograd, "backward", self._backward)
@@ -79,7 +79,7 @@ class ScriptTimer:
         if dist.is_available():
             self._wrap(dist.Work, "wait", self._within("wait"))
             for name, function in [*vars(dist).items()]:
-                if name.startswith(_COLLECTIVES) and inspect.isfunction(function):
+                if name.startswith(_COLLECTIVES) and type(function) is FunctionType:
                     self._wrap(dist, name, self._within("wait", name))
 
     def attach(self, optimizer: Optimizer, modules: Iterable[nn.Module]) -> None:
@@ -187,9 +187,10 @@ class ScriptTimer:
         if self._in_backward:  # activations that are recomputed have a backward of their own
             return original(tensors, *args, **kwargs)
         self._phase("backward")
-        self._in_backward, loss = True, tensors if isinstance(tensors, Tensor) else tensors[0]
+        self._in_step, self._in_backward = 0, True
+        loss: Any = tensors if isinstance(tensors, Tensor) else tensors[0]
         hook: Any = None
-        if _in_group() and isinstance(loss, Tensor) and loss.requires_grad:
+        if _in_group() and getattr(loss, "requires_grad", False):
             hook = loss.register_hook(lambda _: at_end_of_backward(lambda: self.trace.phase("exposed")))
         try:
             return original(tensors, *args, **kwargs)
@@ -199,10 +200,21 @@ class ScriptTimer:
             if hook:
                 hook.remove()
 
+    def _steps(self) -> None:
+        if self._here():
+            self._in_step += 1  # the step of a class that calls its parent's has these hooks twice
+            self._phase("update")
+
     def _stepped(self, optimizer: Optimizer) -> None:
-        if self._optimizer() is None and self._here():
+        if not self._here():
+            return
+        self._in_step -= 1
+        if self._in_step > 0:
+            return
+        self._in_step = 0
+        if self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is optimizer and self._here():
+        if self._optimizer() is optimizer:
             self._count += 1
             if self.ledger is not None:
                 self.ledger.steps.end()

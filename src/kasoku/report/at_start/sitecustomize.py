@@ -8,33 +8,32 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 
-class _Torch:
-    """A finder of torch, which imports kasoku behind it."""
+def _find_torch(name: str, *_: object) -> ModuleSpec | None:
+    if name != "torch":
+        return None
+    sys.meta_path.remove(_finder)
+    spec = find_spec(name)
+    if spec and spec.loader:
+        execute = spec.loader.exec_module
 
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec and spec.loader:
-            execute = spec.loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            from kasoku.report.script_timer import follow_script
 
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                from kasoku.report.script_timer import follow_script
+            follow_script(Path(os.environ["KASOKU_PROFILE"]))
 
-                follow_script(Path(os.environ["KASOKU_PROFILE"]))
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    return spec
 
 
+_finder = SimpleNamespace(find_spec=_find_torch)
 if "KASOKU_PROFILE" in os.environ:
-    sys.meta_path.insert(0, _Torch())
-_hidden = PathFinder.find_spec("sitecustomize", [p for p in sys.path if Path(p).resolve() != Path(__file__).parent])
+    sys.meta_path.insert(0, _finder)
+_folder = Path(__file__).resolve().parent
+_hidden = PathFinder.find_spec("sitecustomize", [p for p in sys.path if Path(p).resolve() != _folder])
 if _hidden and _hidden.loader:
     sys.modules["sitecustomize"] = _module = module_from_spec(_hidden)
     _hidden.loader.exec_module(_module)
