@@ -437,3 +437,16 @@ def test_a_run_that_nobody_planned_is_told(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "environment.json").write_text('{"command": ["kasoku", "train", "nowhere/a.toml"]}')
     assert main(["plan", "--compare", str(tmp_path)]) == 2
     assert "no plan.json there" in capsys.readouterr().err
+
+
+def test_groups_for_plain_ddp_are_printed_and_hold_all_gradients(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on = ["--cluster", small, "--set", "points=[]", "--set", "batch=4096", "--fastest"]
+    planned(tmp_path / "a", POINTS, *on)
+    assert "bucket_cap_mb_list" not in capsys.readouterr().out
+    planned(tmp_path / "b", POINTS, *on, "--buckets")
+    (listed,) = re.findall(r"DistributedDataParallel\(\.\.\., bucket_cap_mb_list=(\[.*?\])\)", capsys.readouterr().out)
+    caps = json.loads(listed)
+    assert len(caps) > 1
+    assert sum(caps) == pytest.approx(4 * 25_557_032 / 2**20, abs=1e-4)
