@@ -140,7 +140,7 @@ def overhead(model: nn.Module, optimizer: Any, train: Any, seconds: list[float],
             dist.barrier()
             del seconds[:]
             train(PAIR_STEPS)
-            timer.stop()
+            timer.patches.close()
             medians[hooked] = statistics.median(seconds)
         ratios.append(medians[True] / medians[False])
     return ratios

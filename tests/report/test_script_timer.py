@@ -113,7 +113,7 @@ def timers() -> Iterator[list[ScriptTimer]]:
     created: list[ScriptTimer] = []
     yield created
     for timer in created:
-        timer.stop()
+        timer.patches.close()
 
 
 def started(loop: Loop, timers: list[ScriptTimer], warm: int = 2) -> ScriptTimer:

@@ -1,7 +1,6 @@
 """Private attributes of torch without a public equivalent, each with the torch version it was checked on."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +16,9 @@ batch_norm_backward: Any = torch.ops.aten._batch_norm_impl_index_backward
 fused_sgd: Any = torch._fused_sgd_  # the kernel of torch.optim.SGD(fused=True), in place (2.13)
 # (gradients, overflow, factor): multiplies them by it; sets overflow to 1 where one of them is not finite (2.13).
 unscale_and_check: Any = torch._amp_foreach_non_finite_check_and_unscale_
+data_loader_iterator: Any = dataloader._BaseDataLoaderIter  # the class of the iterators of torch's DataLoader (2.13)
+# (function): calls it when the running backward has computed its gradients, before DDP waits for buckets (2.13).
+at_end_of_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def version(x: Tensor) -> int:
@@ -77,13 +79,3 @@ def remove_step_hooks(optimizer: Optimizer) -> None:
 def cpu_computes_bf16() -> bool:
     """Whether this CPU has bfloat16 instructions: avx512_bf16 or AMX (2.13)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls a function when the backward that is running has computed its gradients, before DDP waits (2.13)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def data_loader_iterator() -> Any:
-    """The class of the iterators of torch's DataLoader (2.13)."""
-    return dataloader._BaseDataLoaderIter

@@ -6,7 +6,7 @@ from the rows of all ranks. So the first bottleneck is the one most worth removi
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -244,30 +244,21 @@ def facts_of(job: Job, batch: int, *, threads: int = 0, starved: float = 0.0) ->
 
     `batch`: images of one forward on one rank; `threads`: of one rank, 0: torch's; `starved`: `Ledger.starved()`.
     """
-    facts = model_facts(job.model, batch, alone=job.comm.size == 1)
-    one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
-    return replace(
-        facts,
-        layers=0 if one_call else facts.layers,
-        parts=job.accumulate,
-        threads=threads or facts.threads,
-        starved=round(min(0.95, starved), 4),
-    )
-
-
-def model_facts(model: nn.Module, batch: int, *, alone: bool) -> StepFacts:
-    """The facts of a model that is called layer by layer; measures `layer_s`. `alone`: it is trained on one rank."""
+    model = job.model
     first = next(model.parameters(), torch.zeros(0))
+    one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
     leaves = [m for m in model.modules() if not list(m.children()) and not isinstance(m, _NO_LAUNCH)]
     return StepFacts(
         device=first.device.type,
         batch=batch,
-        layers=len(leaves),
+        layers=0 if one_call else len(leaves),
         layer_s=layer_s(first.device),
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        threads=torch.get_num_threads(),
+        parts=job.accumulate,
+        threads=threads or torch.get_num_threads(),
         cores=cores(),
-        processes=1 if alone else place().ranks_on_its_cores,
+        processes=place().ranks_on_its_cores if job.comm.size > 1 else 1,
+        starved=round(min(0.95, starved), 4),
     )
 
 

@@ -31,11 +31,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from kasoku.core import Clock, Comm, Solo, Trace, Wall
+from kasoku.core import Clock, Comm, Job, Solo, Trace, Wall
 from kasoku.core.files import write_text
+from kasoku.core.job_state import Patches
 from kasoku.core.torch_internals import at_end_of_backward, data_loader_iterator
 from kasoku.distributed import TorchComm
-from kasoku.report.bottleneck import StepBottleneck, StepFacts, model_facts
+from kasoku.report.bottleneck import StepBottleneck, StepFacts, facts_of
 from kasoku.report.ledger import Ledger, ledger_documents
 from kasoku.report.phase_timer import Steps
 
@@ -47,31 +48,29 @@ _COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "recv", "reduce", "sca
 class ScriptTimer:
     """Follows the steps of the first optimizer that steps, on the thread that creates the timer.
 
-    Attributes: `ledger`: of the steps after the first `warm`; None until then.
+    Attributes: `ledger`: of the steps after the first `warm`, None until then; `patches`: its hooks, while it follows.
     """
 
     def __init__(self, clock: Clock | None = None, *, warm: int = _WARM) -> None:
-        self.trace = Trace(clock or Wall())
+        self.trace, self.patches = Trace(clock or Wall()), Patches()
         self.ledger: Ledger | None = None
+        self.comm: Comm = Solo()
         self._warm, self._count = warm, 0
-        self._undo: list[Callable[[], object]] = []
         self._thread = threading.get_ident()
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._outermost: nn.Module | None = None  # whose forward runs
-        self._in_backward, self._in_step = False, 0
+        self._in_backward = self._had_backward = False
         self._forwards, self._parts, self._batch = 0, 1, _UNKNOWN_BATCH  # forwards of a step, and of the last; images
 
     def start(self, loader: object = None) -> None:
         """Registers the hooks that need no model; `loader`: other batches to follow than those of a DataLoader."""
-        self._undo += [
-            register_optimizer_step_pre_hook(lambda *_: self._steps()).remove,
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)).remove,
-        ]
+        self.patches.callback(register_optimizer_step_pre_hook(lambda *_: self._phase("update")).remove)
+        self.patches.callback(register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)).remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch, "save", self._within("save"))
         self._wrap(DataLoader, "__iter__", self._iterate)
-        self._wrap(data_loader_iterator(), "__next__", self._within("input"))
+        self._wrap(data_loader_iterator, "__next__", self._within("input"))
         if not isinstance(loader, DataLoader) and type(loader).__module__ != "builtins":
             self._wrap(type(loader), "__iter__", self._batches)
         for name in ("to", "cuda") if torch.cuda.is_available() else ():
@@ -89,28 +88,24 @@ class ScriptTimer:
         inside = {id(part) for m in modules if hasattr(m, "_orig_mod") for part in m.modules() if part is not m}
         for m in modules:
             if id(m) not in inside and 2 * sum(sizes.get(id(p), 0) for p in m.parameters()) > sum(sizes.values()):
-                before = m.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-                self._undo += [before.remove, m.register_forward_hook(self._leave, always_call=True).remove]
+                self.patches.callback(m.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
+                self.patches.callback(m.register_forward_hook(self._leave, always_call=True).remove)
 
     def begin(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Begins the ledger, of the steps from now on; measures the cost of a layer's call, some milliseconds."""
-        self.trace.rank, ranks = (dist.get_rank(), dist.get_world_size()) if _in_group() else (0, 1)
-        facts = model_facts(model, 1, alone=ranks == 1)
+        self.comm = TorchComm() if dist.is_available() and dist.is_initialized() else Solo()
+        self.trace.rank = self.comm.rank
+        facts = facts_of(Job(model, optimizer, comm=self.comm), 1)
         compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
-        self._facts, self._ranks = replace(facts, layers=0 if compiled else facts.layers), ranks
+        self._facts = replace(facts, layers=0 if compiled else facts.layers)
         self._phase("other")
         self.trace.follower = Steps(self.trace.clock, optimizer.param_groups[0]["params"][0].device)
         self.ledger = Ledger(self.trace, started=self.trace.clock.now())
         self._began_s, self._cpu_s = time.perf_counter(), time.process_time()
 
-    def stop(self) -> None:
-        """Removes all hooks."""
-        while self._undo:
-            self._undo.pop()()
-
     def finish(self) -> dict[str, Any]:
         """Removes the hooks; returns this rank's part of the documents, for JSON: empty without a whole step."""
-        self.stop()
+        self.patches.close()
         if self.ledger is None or not self.ledger.steps.count:
             return {}
         cpu_s, wall_s = time.process_time() - self._cpu_s, time.perf_counter() - self._began_s
@@ -120,21 +115,20 @@ class ScriptTimer:
         busy = cpu_s / wall_s / min(facts.threads, facts.cores)
         if facts.device != "cpu":
             busy = sum(own["mean_s"][row] for row in ("forward", "backward", "update")) / sum(own["mean_s"].values())
-        own |= {"rank": self.trace.rank, "ranks": self._ranks, "steps": self.ledger.steps.count}
+        own |= {"rank": self.comm.rank, "ranks": self.comm.size, "steps": self.ledger.steps.count}
         return own | {"facts": asdict(facts), "idle": max(0.0, 1 - busy)}
 
     # ---- hooks
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Has the calls of a function that this thread makes go to around(function, ...)."""
-        original, own = getattr(owner, name), vars(owner).get(name)
+        original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs) if self._here() else original(*args, **kwargs)
 
-        setattr(owner, name, wrapped)
-        self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
+        self.patches.set(owner, name, wrapped)
 
     def _here(self) -> bool:
         return threading.get_ident() == self._thread
@@ -187,10 +181,10 @@ class ScriptTimer:
         if self._in_backward:  # activations that are recomputed have a backward of their own
             return original(tensors, *args, **kwargs)
         self._phase("backward")
-        self._in_step, self._in_backward = 0, True
+        self._in_backward = self._had_backward = True
         loss: Any = tensors if isinstance(tensors, Tensor) else tensors[0]
         hook: Any = None
-        if _in_group() and getattr(loss, "requires_grad", False):
+        if isinstance(self.comm, TorchComm) and getattr(loss, "requires_grad", False):
             hook = loss.register_hook(lambda _: at_end_of_backward(lambda: self.trace.phase("exposed")))
         try:
             return original(tensors, *args, **kwargs)
@@ -200,21 +194,10 @@ class ScriptTimer:
             if hook:
                 hook.remove()
 
-    def _steps(self) -> None:
-        if self._here():
-            self._in_step += 1  # the step of a class that calls its parent's has these hooks twice
-            self._phase("update")
-
     def _stepped(self, optimizer: Optimizer) -> None:
-        if not self._here():
-            return
-        self._in_step -= 1
-        if self._in_step > 0:
-            return
-        self._in_step = 0
-        if self._optimizer() is None:
+        if self._optimizer() is None and self._here():
             self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is optimizer:
+        if self._optimizer() is optimizer and self._had_backward:  # a step that calls its parent's has two hooks
             self._count += 1
             if self.ledger is not None:
                 self.ledger.steps.end()
@@ -223,22 +206,18 @@ class ScriptTimer:
             elif self._count >= self._warm:
                 self.begin(optimizer, self._model() or nn.Identity())
             self._parts, self._forwards = max(1, self._forwards), 0
+            self._had_backward = False
         self._phase("other")
-
-
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def follow_script(folder: Path) -> None:
     """Times the steps of this process, if it makes any, and writes them into a folder at its end."""
-    timer, process = ScriptTimer(), os.getpid()
+    timer = ScriptTimer()
     timer.start()
 
     def write() -> None:
-        result = timer.finish() if os.getpid() == process else {}  # not in a fork
-        if result:
-            write_text(folder / f"{result['rank']}-{process}.json", json.dumps(result))
+        if result := timer.finish():
+            write_text(folder / f"{result['rank']}-{os.getpid()}.json", json.dumps(result))
 
     atexit.register(write)
 
@@ -258,17 +237,14 @@ def watch(
         out: a folder for the files that `kasoku profile` writes, and `kasoku report` draws.
     """
     timer = ScriptTimer(warm=0)
-    timer.start(loader)
-    try:
+    with timer.patches:
+        timer.start(loader)
         timer.attach(optimizer, model.modules())
         timer.begin(optimizer, model)
         yield timer.ledger  # type: ignore[misc]
         result = timer.finish()
-    finally:
-        timer.stop()
-    comm: Comm = TorchComm() if _in_group() else Solo()
-    ranks = comm.gather_objects(result)
-    if comm.rank == 0 and all(ranks):
+    ranks = timer.comm.gather_objects(result)
+    if timer.comm.rank == 0 and all(ranks):
         report_ranks(ranks, Path(out) if out else None)
 
 
