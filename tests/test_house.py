@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2065,
+    "core": 2070,
     "optim": 1155,
     "models": 990,
     "device": 610,
     "data": 4755,
-    "distributed": 5575,
+    "distributed": 5585,
     "memory": 2070,
     "config": 1510,
     "tune": 1620,
     "simulate": 1640,
-    "report": 2610,
+    "report": 2995,
     "training": 2405,
-    "commands": 2030,
+    "commands": 2015,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

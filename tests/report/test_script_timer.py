@@ -27,7 +27,8 @@ from kasoku.cli import main
 from kasoku.core.torch_internals import at_end_of_backward
 from kasoku.report import watch
 from kasoku.report.phase_timer import STEP
-from kasoku.report.script_timer import ScriptTimer, report_ranks
+from kasoku.report.profile_tables import report_ranks
+from kasoku.report.script_timer import ScriptTimer
 
 STEP_S = {"input": 0.5, "forward": 1.0, "backward": 2.0, "update": 0.25, "other": 0.125}
 

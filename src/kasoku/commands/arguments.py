@@ -131,7 +131,6 @@ class ScriptArguments(CommandArguments):
     """The arguments of `kasoku profile -- COMMAND`."""
 
     out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
-    description: ClassVar[str] = ProfileArguments.description
 
 
 class SimulateArguments(RecipeArguments):

@@ -22,12 +22,10 @@ from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks, run_processes
 from kasoku.distributed.startup import Start
 from kasoku.report import Ledger, facts_of, script_timer
-from kasoku.report.profile_tables import write_profile
+from kasoku.report.profile_tables import report_ranks, write_profile
 from kasoku.report.profiler import Profiler
 from kasoku.training.run_folder import output_folder, unused_folder
 from kasoku.training.trainer import build
-
-_AT_START = Path(script_timer.__file__).parent / "at_start"  # Python runs its sitecustomize.py
 
 
 def run(arguments: ProfileArguments) -> int:
@@ -36,8 +34,8 @@ def run(arguments: ProfileArguments) -> int:
         raise InputError(f"--steps {arguments.steps}: at least 1 step is wanted")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise InputError(f"--ranks {arguments.ranks}: at least 1 process is wanted")
-    count = partial(_ranks, arguments)
-    return on_ranks(partial(_profile, arguments), arguments.words, started=arguments.started, count=count)
+    run_rank, count = partial(_profile, arguments), lambda: arguments.ranks or gpus_for(arguments.load())
+    return on_ranks(run_rank, arguments.words, started=arguments.started, count=count)
 
 
 def run_script(arguments: ScriptArguments) -> int:
@@ -47,24 +45,20 @@ def run_script(arguments: ScriptArguments) -> int:
         raise InputError("kasoku profile --: a command is wanted, as kasoku profile -- python train.py")
     script = next((word for word in command if word.endswith(".py")), command[0])
     folder = unused_folder(arguments.out, Path(script), "profile")
-    path = [str(_AT_START), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(Path(script_timer.__file__).parent / "at_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with TemporaryDirectory() as written:
         code = run_processes(command, [{"KASOKU_PROFILE": written, "PYTHONPATH": os.pathsep.join(path)}])
         results = [read_json(file) for file in Path(written).glob("*.json")]
-    processes = {each["rank"]: each for each in sorted(results, key=lambda each: each["steps"])}
-    ranks = [processes[rank] for rank in sorted(processes)]
+    results.sort(key=lambda each: (each["rank"], each["steps"]))  # of each rank the process with the most steps counts
+    ranks = [*{each["rank"]: each for each in results}.values()]
     if not ranks:
         say(f"profile: no Python process of {script} with kasoku ended after 4 or more steps of a torch.optim")
         return code
     if len(ranks) < ranks[0]["ranks"]:
         say(f"profile: {len(ranks)} of {ranks[0]['ranks']} ranks ended here by themselves; the rest is left out")
     with redirect_stdout(sys.stderr):
-        script_timer.report_ranks(ranks, folder)
+        report_ranks(ranks, folder)
     return code
-
-
-def _ranks(arguments: ProfileArguments) -> int:
-    return arguments.ranks or gpus_for(arguments.load())
 
 
 def _recipe(arguments: ProfileArguments, ranks: int) -> Recipe:
@@ -97,6 +91,5 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json" if comm.rank == 0 else None)
     job.drain()
     profiles = comm.gather_objects((profile, means, facts))
-    write = partial(write_profile, folder, profiles, document, timeline)
-    run_on_all_ranks(comm, lambda: write() if comm.rank == 0 else None)
+    run_on_all_ranks(comm, lambda: write_profile(folder, profiles, document, timeline) if comm.rank == 0 else None)
     return 0

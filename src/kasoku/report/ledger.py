@@ -60,13 +60,10 @@ class Ledger:
         return sum(rows[row] for row in ("compile", *STEP))
 
     def mean_s(self) -> dict[str, float]:
-        """The mean step of this part by row, without the time since the last one. Empty before any.
-
-        A median would hide an input that stalls at times. The row "compile" is left out.
-        """
+        """The mean whole step by row, without "compile"; a median would hide an input that stalls. Empty before any."""
         steps, warm_s = self.steps, self.steps.warm_s()
-        count = steps.count
-        return {row: max(0.0, steps.loop_s[row] - warm_s.get(row, 0.0)) / count for row in STEP} if count else {}
+        loop_s = {row: max(0.0, steps.loop_s[row] - warm_s.get(row, 0.0)) for row in STEP}
+        return {row: s / steps.count for row, s in loop_s.items() if steps.count}
 
     def starved(self) -> float:
         """The share of the time since the loop began in which this thread was ready but had no core; 0: unknown."""
@@ -80,18 +77,20 @@ class Ledger:
         `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part;
         `bounds`: as for `find_bottlenecks`.
         """
-        ranks = comm.gather_objects(self.of_rank(spans=comm.rank < _TIMELINE_RANKS))
-        return ledger_documents(ranks, facts, bounds)
+        return ledger_documents(comm.gather_objects(self.of_rank()), facts, bounds)
 
-    def of_rank(self, *, spans: bool = True) -> dict[str, Any]:
-        """This rank's part of the documents, for JSON; waits for a GPU. `spans`: those of the timeline too."""
+    def of_rank(self) -> dict[str, Any]:
+        """This rank's part of the documents, for JSON; waits for a GPU."""
         self.steps.settle()
         waits = [step["exposed"] for step in self.steps.rows][-_COMPARED_STEPS:]
         rows = self.rows()
         this_part = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
         own: dict[str, Any] = {"rows": _rounded(this_part), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
         own |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
-        return own | {"beside": _rounded(self.beside), "spans": self._spans() if spans else []}
+        return own | {
+            "beside": _rounded(self.beside),
+            "spans": self._spans() if self.trace.rank < _TIMELINE_RANKS else [],
+        }
 
     def _loop(self) -> dict[str, float]:
         """Seconds of this part since the loop began: compile, the rows of a step, evaluation, checkpoints."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from kasoku.core.files import write_text
 from kasoku.report.bottleneck import StepBottleneck, StepFacts, find_bottlenecks
-from kasoku.report.profiler import StepProfile
+from kasoku.report.ledger import ledger_documents
+from kasoku.report.profiler import Iteration, StepProfile
 from kasoku.report.progress_bar import print_table
 
 _MAX_ROWS = 12
@@ -75,15 +76,15 @@ def _table(title: str, columns: Columns, items: Sequence[Mapping[str, Any]]) -> 
     return title, list(columns), rows
 
 
-RankProfile = tuple[StepProfile, Mapping[str, float], StepFacts]  # of one rank; its mean step by row
-
-
 def write_profile(
-    folder: Path, profiles: Sequence[RankProfile], document: Mapping[str, Any], timeline: Mapping[str, Any]
+    folder: Path,
+    profiles: Sequence[tuple[StepProfile, Mapping[str, float], StepFacts]],
+    document: Mapping[str, Any],
+    timeline: Mapping[str, Any],
 ) -> None:
     """Writes the JSON files of a profile and prints its tables and its verdict.
 
-    `profiles`: in rank order; `document`, `timeline`: those of the ledger.
+    `profiles`: of each rank, with its mean step and facts; `document`, `timeline`: those of the ledger.
     """
     first, *others = [asdict(each) for each, _, _ in profiles]
     first["ranks"] = _by_rank(profiles)
@@ -105,7 +106,7 @@ def write_profile(
     print(f"{folder}: {', '.join(files)}{traced}")
 
 
-def _by_rank(profiles: Sequence[RankProfile]) -> list[dict[str, Any]]:
+def _by_rank(profiles: Sequence[tuple[StepProfile, Mapping[str, float], StepFacts]]) -> list[dict[str, Any]]:
     """What each rank does in the mean step, in rank order: seconds, the share that its device is idle, the verdict."""
     transfer_s = min(step["exposed"] for _, step, _ in profiles)  # longer waits are for other ranks
     return [
@@ -131,3 +132,18 @@ def _slowest(ranks: Sequence[Mapping[str, Any]]) -> str:
     more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
     work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
     return f"slowest: rank {last}, {work}; {ranks[last]['bottleneck']}"
+
+
+def report_ranks(ranks: Sequence[Mapping[str, Any]], folder: Path | None) -> None:
+    """Prints the verdict on what `ScriptTimer.finish` gave, in rank order; with a folder, writes a profile there."""
+    document, timeline = ledger_documents(ranks, StepFacts(**ranks[0]["facts"]))
+    if folder is None:
+        print(*(StepBottleneck(**cause) for cause in document["verdict"]), sep="\n")
+        return
+    profiles = []
+    for rank in ranks:
+        step_s = sum(rank["mean_s"].values())
+        profile = StepProfile([], [], [Iteration(step_s, rank["idle"] * step_s)], [], {})
+        profiles.append((profile, rank["mean_s"], StepFacts(**rank["facts"])))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_profile(folder, profiles, document, timeline)

@@ -4,7 +4,7 @@ Note: where the rows come from. A step ends with `optimizer.step()`. Input is th
 Forward is that of the outermost module with most of the optimizer's weights, which is looked for after the first step;
 backward lasts from its end to that of `backward()`. Exposed are collectives and waits for them, what DDP does before
 the network's own forward, and the time from the last gradient to the end of backward, in which DDP waits for its
-buckets. Copies to a GPU are those of `Tensor.to` and `Tensor.cuda` outside forward and backward. The rest is "other".
+buckets. Copies to a GPU are those of `Tensor.to` and `Tensor.cuda`. The rest is "other".
 """
 
 import atexit
@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,11 +36,10 @@ from kasoku.core.files import write_text
 from kasoku.core.job_state import Patches
 from kasoku.core.torch_internals import at_end_of_backward, data_loader_iterator
 from kasoku.distributed import TorchComm
-from kasoku.report.bottleneck import StepBottleneck, StepFacts, facts_of
-from kasoku.report.ledger import Ledger, ledger_documents
+from kasoku.report.bottleneck import facts_of
+from kasoku.report.ledger import Ledger
 from kasoku.report.phase_timer import Steps
 
-_WARM = 3  # steps before the ledger begins: kernels are chosen, DDP lays out its buckets anew
 _UNKNOWN_BATCH = 1024  # not small
 _COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")  # names begin so
 
@@ -48,10 +47,10 @@ _COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "recv", "reduce", "sca
 class ScriptTimer:
     """Follows the steps of the first optimizer that steps, on the thread that creates the timer.
 
-    Attributes: `ledger`: of the steps after the first `warm`, None until then; `patches`: its hooks, while it follows.
+    Attributes: `ledger`: of the steps after the first `warm`, None before; `patches`: the hooks, while it follows.
     """
 
-    def __init__(self, clock: Clock | None = None, *, warm: int = _WARM) -> None:
+    def __init__(self, clock: Clock | None = None, *, warm: int = 3) -> None:
         self.trace, self.patches = Trace(clock or Wall()), Patches()
         self.ledger: Ledger | None = None
         self.comm: Comm = Solo()
@@ -95,24 +94,20 @@ class ScriptTimer:
         """Begins the ledger, of the steps from now on; measures the cost of a layer's call, some milliseconds."""
         self.comm = TorchComm() if dist.is_available() and dist.is_initialized() else Solo()
         self.trace.rank = self.comm.rank
-        facts = facts_of(Job(model, optimizer, comm=self.comm), 1)
-        compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
-        self._facts = replace(facts, layers=0 if compiled else facts.layers)
+        self._facts = facts_of(Job(model, optimizer, comm=self.comm), 1)
         self._phase("other")
         self.trace.follower = Steps(self.trace.clock, optimizer.param_groups[0]["params"][0].device)
         self.ledger = Ledger(self.trace, started=self.trace.clock.now())
-        self._began_s, self._cpu_s = time.perf_counter(), time.process_time()
+        self._cpu_s = time.process_time()
 
     def finish(self) -> dict[str, Any]:
         """Removes the hooks; returns this rank's part of the documents, for JSON: empty without a whole step."""
         self.patches.close()
         if self.ledger is None or not self.ledger.steps.count:
             return {}
-        cpu_s, wall_s = time.process_time() - self._cpu_s, time.perf_counter() - self._began_s
-        starved = round(min(0.95, self.ledger.starved()), 4)
-        facts = replace(self._facts, batch=self._batch, parts=self._parts, starved=starved)
+        facts = replace(self._facts, batch=self._batch, parts=self._parts, starved=min(0.95, self.ledger.starved()))
         own = self.ledger.of_rank()
-        busy = cpu_s / wall_s / min(facts.threads, facts.cores)
+        busy = (time.process_time() - self._cpu_s) / sum(own["rows"].values()) / min(facts.threads, facts.cores)
         if facts.device != "cpu":
             busy = sum(own["mean_s"][row] for row in ("forward", "backward", "update")) / sum(own["mean_s"].values())
         own |= {"rank": self.comm.rank, "ranks": self.comm.size, "steps": self.ledger.steps.count}
@@ -146,8 +141,7 @@ class ScriptTimer:
 
     def _iterate(self, original: Callable[..., Any], loader: Any) -> Any:
         self._phase("other")  # an evaluation has ended
-        with self.trace.span("input"):
-            return original(loader)
+        return self._within("input")(original, loader)
 
     def _batches(self, original: Callable[..., Iterable[Any]], loader: Any) -> Iterator[Any]:
         iterator, end = iter(self._iterate(original, loader)), object()
@@ -155,8 +149,7 @@ class ScriptTimer:
             yield batch
 
     def _copy(self, original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        computes = x.is_cuda or self._outermost is not None or self._in_backward
-        with nullcontext() if computes else self.trace.span("copy"):
+        with nullcontext() if x.is_cuda else self.trace.span("copy"):
             return original(x, *args, **kwargs)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -183,16 +176,13 @@ class ScriptTimer:
         self._phase("backward")
         self._in_backward = self._had_backward = True
         loss: Any = tensors if isinstance(tensors, Tensor) else tensors[0]
-        hook: Any = None
         if isinstance(self.comm, TorchComm) and getattr(loss, "requires_grad", False):
-            hook = loss.register_hook(lambda _: at_end_of_backward(lambda: self.trace.phase("exposed")))
+            loss.register_hook(lambda _: at_end_of_backward(lambda: self.trace.phase("exposed")))
         try:
             return original(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
             self._phase("other")
-            if hook:
-                hook.remove()
 
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._optimizer() is None and self._here():
@@ -243,24 +233,8 @@ def watch(
         timer.begin(optimizer, model)
         yield timer.ledger  # type: ignore[misc]
         result = timer.finish()
+    from kasoku.report.profile_tables import report_ranks  # imports kasoku.data, which no timed script waits for
+
     ranks = timer.comm.gather_objects(result)
     if timer.comm.rank == 0 and all(ranks):
         report_ranks(ranks, Path(out) if out else None)
-
-
-def report_ranks(ranks: Sequence[Mapping[str, Any]], folder: Path | None) -> None:
-    """Prints the verdict on what `ScriptTimer.finish` gave, in rank order; with a folder, writes a profile there."""
-    from kasoku.report.profile_tables import write_profile  # imports kasoku.data, which no timed script waits for
-    from kasoku.report.profiler import Iteration, StepProfile
-
-    document, timeline = ledger_documents(ranks, StepFacts(**ranks[0]["facts"]))
-    if folder is None:
-        print(*(StepBottleneck(**cause) for cause in document["verdict"]), sep="\n")
-        return
-    profiles = []
-    for rank in ranks:
-        step_s = sum(rank["mean_s"].values())
-        profile = StepProfile([], [], [Iteration(step_s, rank["idle"] * step_s)], [], {})
-        profiles.append((profile, rank["mean_s"], StepFacts(**rank["facts"])))
-    folder.mkdir(parents=True, exist_ok=True)
-    write_profile(folder, profiles, document, timeline)

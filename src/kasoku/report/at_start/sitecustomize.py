@@ -5,6 +5,7 @@ It runs the sitecustomize.py that it hides, and follows the script as soon as to
 
 import os
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -21,16 +22,14 @@ def _find_torch(name: str, *_: object) -> ModuleSpec | None:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            from kasoku.report.script_timer import follow_script
-
-            follow_script(Path(os.environ["KASOKU_PROFILE"]))
+            import_module("kasoku.report.script_timer").follow_script(Path(os.environ["KASOKU_PROFILE"]))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
     return spec
 
 
 _finder = SimpleNamespace(find_spec=_find_torch)
-if "KASOKU_PROFILE" in os.environ:
+if "KASOKU_PROFILE" in os.environ and find_spec("kasoku"):
     sys.meta_path.insert(0, _finder)
 _folder = Path(__file__).resolve().parent
 _hidden = PathFinder.find_spec("sitecustomize", [p for p in sys.path if Path(p).resolve() != _folder])
