@@ -33,7 +33,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "config": 1510,
     "tune": 1620,
     "simulate": 1640,
-    "report": 2995,
+    "report": 2990,
     "training": 2405,
     "commands": 2015,
     "testing": 625,

@@ -48,9 +48,8 @@ def run_script(arguments: ScriptArguments) -> int:
     path = [str(Path(script_timer.__file__).parent / "at_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with TemporaryDirectory() as written:
         code = run_processes(command, [{"KASOKU_PROFILE": written, "PYTHONPATH": os.pathsep.join(path)}])
-        results = [read_json(file) for file in Path(written).glob("*.json")]
-    results.sort(key=lambda each: (each["rank"], each["steps"]))  # of each rank the process with the most steps counts
-    ranks = [*{each["rank"]: each for each in results}.values()]
+        results = sorted(map(read_json, Path(written).glob("*.json")), key=lambda each: (each["rank"], each["steps"]))
+    ranks = [*{each["rank"]: each for each in results}.values()]  # the process with the most steps
     if not ranks:
         say(f"profile: no Python process of {script} with kasoku ended after 4 or more steps of a torch.optim")
         return code

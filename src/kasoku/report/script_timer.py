@@ -40,7 +40,6 @@ from kasoku.report.bottleneck import facts_of
 from kasoku.report.ledger import Ledger
 from kasoku.report.phase_timer import Steps
 
-_UNKNOWN_BATCH = 1024  # not small
 _COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")  # names begin so
 
 
@@ -54,13 +53,12 @@ class ScriptTimer:
         self.trace, self.patches = Trace(clock or Wall()), Patches()
         self.ledger: Ledger | None = None
         self.comm: Comm = Solo()
-        self._warm, self._count = warm, 0
-        self._thread = threading.get_ident()
+        self._warm, self._count, self._thread = warm, 0, threading.get_ident()
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._outermost: nn.Module | None = None  # whose forward runs
         self._in_backward = self._had_backward = False
-        self._forwards, self._parts, self._batch = 0, 1, _UNKNOWN_BATCH  # forwards of a step, and of the last; images
+        self._forwards, self._parts, self._batch = 0, 1, 1024  # of a step, of the last one; images of a forward
 
     def start(self, loader: object = None) -> None:
         """Registers the hooks that need no model; `loader`: other batches to follow than those of a DataLoader."""
@@ -160,7 +158,7 @@ class ScriptTimer:
             self._forwards += trains
             if self.ledger is None or self._model() is None:
                 sizes = [len(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
-                self._model, self._batch = weakref.ref(module), sizes[0] if sizes else _UNKNOWN_BATCH
+                self._model, self._batch = weakref.ref(module), sizes[0] if sizes else self._batch
         elif trains and isinstance(outer, DistributedDataParallel) and outer.module is module:
             self._phase("forward")
 
@@ -195,8 +193,7 @@ class ScriptTimer:
                 self.attach(optimizer, [x for x in gc.get_objects() if issubclass(type(x), nn.Module)])
             elif self._count >= self._warm:
                 self.begin(optimizer, self._model() or nn.Identity())
-            self._parts, self._forwards = max(1, self._forwards), 0
-            self._had_backward = False
+            self._parts, self._forwards, self._had_backward = max(1, self._forwards), 0, False
         self._phase("other")
 
 
