@@ -35,12 +35,7 @@ def replace_call(module: nn.Module, around: Callable[..., Any]) -> Callable[[], 
     """Has the calls of a module go to around(module, call, ...), until the result is called (2.13)."""
     own, kept = vars(module).get("_compiled_call_impl"), weakref.ref(module)
     vars(module)["_compiled_call_impl"] = _Call(around, module, own or module._call_impl)
-
-    def restore() -> None:
-        if (module := kept()) is not None:
-            vars(module)["_compiled_call_impl"] = own
-
-    return restore
+    return lambda: [vars(m).update(_compiled_call_impl=own) for m in [kept()] if m is not None]
 
 
 def version(x: Tensor) -> int:

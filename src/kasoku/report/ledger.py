@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from kasoku.core import Comm, Trace
-from kasoku.report.bottleneck import StepFacts, find_bottlenecks
+from kasoku.report.bottleneck import Step, StepFacts, find_bottlenecks
 from kasoku.report.phase_timer import APART, Steps
 
+Document = Mapping[str, Any]
 _STREAM = {"input": "input", "copy": "input", "transfer": "link"}  # transfers run beside the rank's own work
 _TIMELINE_RANKS = 16
 _COMPARED_STEPS = 200  # whose waits are compared between ranks
@@ -71,15 +72,13 @@ class Ledger:
         """The share of the time since the loop began in which this thread was ready but had no core; 0: unknown."""
         return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
 
-    def document(
-        self, comm: Comm, facts: StepFacts, bounds: Mapping[str, float] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def document(self, comm: Comm, facts: StepFacts, bounds: Step | None = None) -> tuple[Document, Document]:
         """The contents of ledger.json and timeline.json, of all ranks. Collective: all ranks call it.
 
         `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part;
         `bounds`: as for `find_bottlenecks`.
         """
-        return ledger_documents(comm.gather_objects(self.of_rank()), facts, bounds)
+        return documents_of(comm.gather_objects(self.of_rank()), facts, bounds)
 
     def of_rank(self) -> dict[str, Any]:
         """This rank's part of the documents, for JSON; waits for a GPU."""
@@ -89,7 +88,7 @@ class Ledger:
         this_part = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
         own: dict[str, Any] = {"rows": _rounded(this_part), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
         own |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
-        own |= {"beside": _rounded(self.beside | self.trace.beside)}
+        own["beside"] = _rounded(self.beside | self.trace.beside)
         return own | {"spans": self._spans() if self.trace.rank < _TIMELINE_RANKS else []}
 
     def _loop(self) -> dict[str, float]:
@@ -118,9 +117,7 @@ class Ledger:
         return spans
 
 
-def ledger_documents(
-    ranks: Sequence[Mapping[str, Any]], facts: StepFacts, bounds: Mapping[str, float] | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | None = None) -> tuple[Document, Document]:
     """The contents of ledger.json and timeline.json, of what `Ledger.of_rank` gave on each rank, in rank order."""
     rows = ranks[0]["whole"]
     # of each of the last steps the least wait of any rank, which is the transfer itself

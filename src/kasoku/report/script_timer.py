@@ -1,9 +1,8 @@
 """Times the steps of a training loop that is not kasoku's, from the outside; the loop is not changed.
 
-Note: where the rows come from. A step ends with the `step()` of the first optimizer that steps. Forward is the
-outermost call of a module with most of an optimizer's weights; the modules are looked for when an optimizer steps
-first. Backward lasts from its end to that of `backward()`. Exposed are collectives, what DDP does before the network's
-own forward, and the time from the last gradient to the end of backward, in which DDP waits for its buckets.
+Note: the rows. A step ends with the `step()` of the first optimizer that steps. Forward is the outermost call of a
+module with most of an optimizer's weights, which is looked for at the optimizer's first step. Backward lasts from its
+end to that of `backward()`; after the last gradient DDP waits for its buckets, which is exposed, as collectives are.
 """
 
 import atexit
@@ -13,12 +12,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,50 +33,51 @@ from kasoku.core.files import write_text
 from kasoku.core.job_state import Patches
 from kasoku.core.torch_internals import at_end_of_backward, data_loader_iterator, replace_call
 from kasoku.distributed import TorchComm
-from kasoku.report.bottleneck import facts_of
-from kasoku.report.ledger import Ledger
+from kasoku.report.bottleneck import StepBottleneck, StepFacts, facts_of
+from kasoku.report.ledger import Document, Ledger, documents_of
 from kasoku.report.phase_timer import Steps
 
 _COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")  # names begin so
 _ONE_CALL = (nn.DataParallel, torch.jit.ScriptModule)  # and what torch.compile returns: nothing within is timed
+_REMEDIES = {  # where those of a recipe do not fit
+    "input-bound": "raise the DataLoader's num_workers, keep its workers, or store smaller images (kasoku pack)",
+    "communication-bound": "plan DDP's buckets (kasoku plan --buckets), send bf16, or take a larger batch",
+    "loop-bound": "read losses with .item() and write logs less often",
+    "oversubscribed": "set OMP_NUM_THREADS to the cores of a rank",
+}
 
 
 class ScriptTimer:
     """Follows the steps of the thread that creates it; `ledger`: of those after the first `warm`, None before."""
 
-    def __init__(self, clock: Clock | None = None, *, warm: int = 3) -> None:
+    def __init__(self, loader: object = None, *, clock: Clock | None = None, warm: int = 3) -> None:
         self.trace, self.patches = Trace(clock or Wall()), Patches()
         self.ledger: Ledger | None = None
         self.comm: Comm = Solo()
         self._warm, self._count, self._thread = warm, 0, threading.get_ident()
         self._optimizers = weakref.WeakKeyDictionary[Optimizer, None]()  # in the order of their first steps
-        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._model: Callable[[], nn.Module | None] = lambda: None  # which was trained last
         self._outermost: nn.Module | None = None  # whose forward runs
-        self._rest = "other"  # the phase between two others
         self._in_backward = self._had_backward = False
-        self._forwards, self._batch = 0, 1024  # since the ledger began; images of a forward
+        self._forwards, self._batch, self._rest = 0, 0, "other"  # in training; images of one; the phase between others
 
-    def start(self, loader: object = None) -> None:
-        """Follows all that needs no model; `loader`: other batches to follow than those of a DataLoader."""
         self.patches.callback(register_optimizer_step_pre_hook(lambda *_: self._phase("update")).remove)
-        self.patches.callback(register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)).remove)
-        self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch, "save", partial(self._within, "save", ""))
-        self._wrap(DataLoader, "__iter__", self._input)
-        self._wrap(data_loader_iterator, "__next__", self._input)
+        self.patches.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        self.wrap(torch.autograd, "backward", self._backward)
+        self.wrap(torch, "save", partial(self._within, "save", ""))
+        self.wrap(DataLoader, "__iter__", self._input)
+        self.wrap(data_loader_iterator, "__next__", self._input)
         if not isinstance(loader, DataLoader) and type(loader).__module__ != "builtins":
-            self._wrap(type(loader), "__iter__", self._batches)
-        for name in ("to", "cuda") if torch.cuda.is_available() else ():
-            self._wrap(Tensor, name, self._copy)
-        if dist.is_available():
-            self._wrap(dist.Work, "wait", partial(self._within, "wait", ""))
-            for name, function in [*vars(dist).items()]:
-                if name.startswith(_COLLECTIVES) and type(function) is FunctionType:
-                    self._wrap(dist, name, partial(self._within, "wait", name))
+            self.wrap(type(loader), "__iter__", self._batches)
+        for name in ("to", "cuda") if torch.version.cuda or torch.version.hip else ():
+            self.wrap(Tensor, name, self._copy)
+        self.wrap(dist.Work, "wait", partial(self._within, "wait", ""))
+        for name, function in [*vars(dist).items()]:
+            if name.startswith(_COLLECTIVES) and type(function) is type(dist.barrier):
+                self.wrap(dist, name, partial(self._within, "wait", name))
 
-    def attach(self, optimizer: Optimizer, modules: Iterable[nn.Module]) -> None:
+    def attach(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Times the calls of the modules with most of the optimizer's weights."""
-        modules = list(modules)
         sizes = {id(p): p.numel() for group in optimizer.param_groups for p in group["params"]}
         closed = [m for m in modules if hasattr(m, "_orig_mod") or isinstance(m, _ONE_CALL)]
         inside = {id(part) for m in closed for part in m.modules() if part is not m}
@@ -86,39 +85,36 @@ class ScriptTimer:
             if id(m) not in inside and 2 * sum(sizes.get(id(p), 0) for p in m.parameters()) > sum(sizes.values()):
                 self.patches.callback(replace_call(m, self._forward))
 
-    def begin(self, optimizer: Optimizer, model: nn.Module) -> None:
+    def begin(self, optimizer: Optimizer, model: nn.Module | None) -> Ledger:
         """Begins the ledger, of the steps from now on; measures the cost of a layer's call, some milliseconds."""
-        self.comm = TorchComm() if dist.is_available() and dist.is_initialized() else Solo()
+        self.comm = TorchComm() if dist.is_initialized() else Solo()
         self.trace.rank = self.comm.rank
-        self._facts = facts_of(Job(model, optimizer, comm=self.comm), 1)
-        self._rest = "forward" if self._warm and self._model() is None else "other"  # compiled code hides it
+        self._facts = facts_of(Job(nn.Identity() if model is None else model, optimizer, comm=self.comm), 1)
+        self._rest = "forward" if model is None else "other"  # compiled code hides the model
         self.trace.follower = Steps(self.trace.clock, optimizer.param_groups[0]["params"][0].device)
         self.trace.phase(self._rest)
         self.ledger = Ledger(self.trace, started=self.trace.clock.now())
         self._forwards, self._others_s = 0, _others_s(self._facts.processes)
+        return self.ledger
 
     def finish(self) -> dict[str, Any]:
         """Undoes the changes; returns this rank's part of the documents, for JSON: empty without a whole step."""
         self.patches.close()
         if self.ledger is None or not self.ledger.steps.count:
             return {}
-        own, count, parts = self.ledger.of_rank(), self.ledger.steps.count, self._forwards / self.ledger.steps.count
+        own, n = self.ledger.of_rank(), self.ledger.steps.count
         others = max(0.0, _others_s(self._facts.processes) - self._others_s) / sum(own["rows"].values())
         starved = round(min(0.95, others, self.ledger.starved()), 4)  # a core that a thread of ours takes is no loss
-        facts = replace(self._facts, batch=self._batch, parts=max(1, round(parts)), starved=starved)
-        return own | {"rank": self.comm.rank, "ranks": self.comm.size, "steps": count, "facts": asdict(facts)}
+        facts = replace(self._facts, batch=self._batch or 1024, parts=round(self._forwards / n) or 1, starved=starved)
+        return own | {"rank": self.comm.rank, "ranks": self.comm.size, "steps": n, "facts": asdict(facts)}
 
     # ---- called by the script
 
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Has the calls of a function that this thread makes go to around(function, ...)."""
-        original = getattr(owner, name)
-
-        @wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs) if self._here() else original(*args, **kwargs)
-
-        self.patches.set(owner, name, wrapped)
+        call = getattr(owner, name)
+        timed = partial(around, call)
+        self.patches.set(owner, name, wraps(call)(lambda *args, **kw: (timed if self._here() else call)(*args, **kw)))
 
     def _here(self) -> bool:
         return not torch.compiler.is_compiling() and threading.get_ident() == self._thread
@@ -154,10 +150,10 @@ class ScriptTimer:
             return call(*args, **kwargs)
         self._outermost, waits = module, isinstance(module, DistributedDataParallel)
         self.trace.phase("evaluate" if not trains else "exposed" if waits else "forward")
-        self._forwards += trains
-        if self.ledger is None or self._model() is None:
-            sizes = [len(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
-            self._model, self._batch = weakref.ref(module), sizes[0] if sizes else self._batch
+        if trains:
+            sizes = (len(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
+            self._forwards, self._batch = self._forwards + 1, max(self._batch, next(sizes, 0))  # the last may be small
+            self._model = weakref.ref(module)
         try:
             return call(*args, **kwargs)
         finally:
@@ -179,7 +175,7 @@ class ScriptTimer:
             self._in_backward = False
             self.trace.phase(self._rest)
 
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         if not self._here():
             return
         if optimizer not in self._optimizers:
@@ -191,8 +187,7 @@ class ScriptTimer:
             if self.ledger is not None:
                 self.ledger.steps.end()
             elif self._count >= self._warm:
-                model = self._model()
-                self.begin(optimizer, nn.Identity() if model is None else model)
+                self.begin(optimizer, self._model())
             self._had_backward = False
         self.trace.phase(self._rest)
 
@@ -200,49 +195,42 @@ class ScriptTimer:
 def _others_s(ranks: int) -> float:
     """Seconds for which programs other than these ranks have computed on this machine; 0 unless it runs Linux."""
     with suppress(OSError, ValueError), open("/proc/stat") as stat:
-        busy_s = sum(map(int, stat.readline().split()[1:4])) / os.sysconf("SC_CLK_TCK")
-        return busy_s - ranks * time.process_time()
+        return sum(map(int, stat.readline().split()[1:4])) / os.sysconf("SC_CLK_TCK") - ranks * time.process_time()
     return 0.0
 
 
-def follow_script(folder: Path) -> None:
-    """Times the steps of this process, if it makes any, and writes them into a folder at its end."""
-    timer, process, leave = ScriptTimer(), os.getpid(), os._exit
+def follow_script() -> None:
+    """Times the steps of this process, if it makes any, and writes them into $KASOKU_PROFILE at its end."""
+    timer, process, folder = ScriptTimer(), os.getpid(), Path(os.environ["KASOKU_PROFILE"])
 
-    def write() -> None:
+    def write() -> bool:
         if os.getpid() == process and (result := timer.finish()):  # no fork, as the workers of a DataLoader are
             write_text(folder / f"{result['rank']}-{process}.json", json.dumps(result))
+        return True
 
-    timer.start()
-    timer.patches.set(os, "_exit", lambda code: (write(), leave(code)))
+    timer.wrap(os, "_exit", lambda leave, code: write() and leave(code))
     atexit.register(write)
 
 
+def script_documents(ranks: Sequence[Document]) -> tuple[Document, Document]:
+    """The contents of ledger.json and timeline.json, of what `ScriptTimer.finish` gave on each rank."""
+    document, timeline = documents_of(ranks, StepFacts(**ranks[0]["facts"]))
+    for cause in document["verdict"]:
+        cause["remedy"] = _REMEDIES.get(cause["cause"], cause["remedy"])
+    return document, timeline
+
+
 @contextmanager
-def watch(
-    model: nn.Module, optimizer: Optimizer, loader: object = None, *, out: str | Path | None = None
-) -> Iterator[Ledger]:
+def watch(model: nn.Module, optimizer: Optimizer, loader: object = None) -> Iterator[Ledger]:
     """Times the steps of a loop of your own, which runs within it; at its end rank 0 prints the bottlenecks.
 
     Collective at its end if there is a process group: all ranks reach it, or none does. It does not drain.
-
-    Args:
-        model: the module that the loop calls.
-        optimizer: its `step()` ends a step.
-        loader: whose batches the loop takes: a DataLoader, or any iterable of a class that is not built in.
-        out: a folder for the files that `kasoku profile` writes, and `kasoku report` draws.
+    `loader`: a DataLoader, or any iterable of a class that is not built in.
     """
-    timer, folder = ScriptTimer(warm=0), Path(out) if out else None
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
+    timer = ScriptTimer(loader, warm=0)
     with timer.patches:
-        timer.start(loader)
-        timer.attach(optimizer, model.modules())
-        timer.begin(optimizer, model)
-        yield timer.ledger  # type: ignore[misc]
-        result = timer.finish()
-    from kasoku.report.profile_tables import report_ranks  # imports kasoku.data, which no timed script waits for
-
-    ranks = timer.comm.gather_objects(result)
+        timer.attach(optimizer, [*model.modules()])
+        yield timer.begin(optimizer, model)
+        ranks = timer.comm.gather_objects(timer.finish())
     if timer.comm.rank == 0 and all(ranks):
-        report_ranks(ranks, folder)
+        print(*(StepBottleneck(**cause) for cause in script_documents(ranks)[0]["verdict"]), sep="\n")

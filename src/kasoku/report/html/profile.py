@@ -14,8 +14,7 @@ _STEPS, _RANKS = 5, 8  # that are drawn
 def profile(document: Mapping[str, Any]) -> dict[str, Any]:
     """The charts and the tables of profile.json, of what was measured."""
     tables = [(title.capitalize(), (head, rows)) for title, head, rows in profile_tables(document)]
-    charts = [_gaps(document["ranks"])] if any(step["used"] for step in document["iterations"]) else []
-    charts += [_memory(document["memory"])] if document["memory"] else []
+    charts = [_gaps(document["ranks"]), _memory(document["memory"])] if document["blocks"] else []
     return {"charts": charts, "tables": tables}
 
 
