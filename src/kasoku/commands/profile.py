@@ -57,15 +57,14 @@ def run_script(arguments: ScriptArguments) -> int:
         raise InputError("kasoku profile --: a command is wanted, as kasoku profile -- python train.py")
     script = next((word for word in command if word.endswith(".py")), command[-1])
     folder = output_folder(arguments.out, Path(script), "profile")
-    with TemporaryDirectory() as written:
-        plugin = Path(written) / "kasoku_profile-0.dist-info"
+    with TemporaryDirectory() as home:
+        plugin = Path(home) / "kasoku_profile-0.dist-info"
         plugin.mkdir()
         for name, text in _PLUGIN.items():
             write_text(plugin / name, text)
-        path = os.pathsep.join([written, *filter(None, [os.environ.get("PYTHONPATH")])])
-        variables = {"KASOKU_PROFILE": written, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-        code = run_processes(command, [variables])
-        results = sorted(map(read_json, Path(written).glob("*.json")), key=lambda each: (each["rank"], each["steps"]))
+        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+        code = run_processes(command, [{"KASOKU_PROFILE": home, "PYTHONPATH": path}])
+        results = sorted(map(read_json, Path(home).glob("*.json")), key=lambda each: (each["rank"], each["steps"]))
     ranks = [*{each["rank"]: each for each in results}.values()]  # of each rank the process with the most steps
     if not ranks:
         say(f"profile: no Python process of {script} with kasoku ended after 4 or more steps of a torch.optim")
