@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2125,
+    "core": 2150,
     "optim": 1120,
     "models": 970,
     "device": 585,
@@ -34,9 +34,9 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "config": 1520,
     "tune": 1605,
     "simulate": 1620,
-    "report": 2375,
+    "report": 2625,
     "training": 2465,
-    "commands": 2040,
+    "commands": 2085,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -105,6 +105,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
                     place_parser = places.add_parser(place, help=place_line)
                     place_parser.set_defaults(function=f"run_{place}")
                     declare(place_parser, getattr(options, f"{place.capitalize()}Arguments"))
+            elif verb == "profile" and "--" in words:
+                subparser.set_defaults(function="run_script")
+                declare(subparser, options.ScriptArguments)
+                words = words[: words.index("--")]
             else:
                 declare(subparser, getattr(options, f"{module.capitalize()}Arguments"))
     return parser.parse_args(words)

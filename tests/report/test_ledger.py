@@ -154,6 +154,8 @@ def test_a_resumed_training_goes_on_with_the_rows_of_its_earlier_parts():
     assert ledger.rows()["forward"] == 102
     assert sum(ledger.rows().values()) == 108 + clock.now()
     assert ledger.mean_s()["forward"] == 1
+    clock.advance(1000)  # after the last step, which no step takes
+    assert ledger.mean_s()["other"] == 0
 
 
 def train_virtually(job: Job) -> None:

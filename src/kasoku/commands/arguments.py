@@ -140,6 +140,13 @@ class ProfileArguments(RecipeArguments, JsonArguments):
     ranks: int | None = option(metavar="N", help="processes on this machine (default: as kasoku train)")
     out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
     if_interrupted: ClassVar[str] = "no run was changed"
+    description: ClassVar[str] = "kasoku profile [--out DIR] -- python train.py ...: the same of a script as it is"
+
+
+class ScriptArguments(CommandArguments):
+    """The arguments of `kasoku profile -- COMMAND`."""
+
+    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
 
 
 class SimulateArguments(RecipeArguments, JsonArguments):

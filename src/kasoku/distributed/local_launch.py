@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kasoku.core import Comm, say
@@ -76,6 +76,11 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
             port = s.getsockname()[1]
     common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started)}
     command = [sys.executable, "-m", "kasoku", *arguments]
+    return run_processes(command, [common | here.environment for here in places])
+
+
+def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> int:
+    """Runs a command once with each of these sets of variables, and forwards signals; the exit code as of `spawn`."""
     processes: list[subprocess.Popen[bytes]] = []
     arrived: list[int] = []
 
@@ -86,10 +91,9 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
 
     old = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for here in places:
+        for own in variables:
             if not arrived:  # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
-                environment = {**os.environ, **common, **here.environment}
-                processes.append(subprocess.Popen(command, env=environment, process_group=0))
+                processes.append(subprocess.Popen(command, env={**os.environ, **own}, process_group=0))
         return _wait(processes)
     finally:
         for process in processes:

@@ -252,6 +252,7 @@ def facts_of(job: Job, batch: int, *, threads: int = 0, starved: float = 0.0) ->
     model = job.model
     first = next(model.parameters(), torch.zeros(0))
     one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
+    one_call = one_call or any(hasattr(m, "_orig_mod") for m in model.modules())  # of torch.compile
     leaves = [m for m in model.modules() if not list(m.children()) and not isinstance(m, _NO_LAUNCH)]
     return StepFacts(
         device=first.device.type,
