@@ -8,9 +8,10 @@ second pair holds those of a pack of side 256, which decode several times as fas
 224 with a flip, normalised, in batches of 64, by a thread a core. Each measurement is a process of its own, in turns
 that rotate, from opening the data set to the last batch; before it the kernel drops its pages of the files, if they lie
 on a disk. Nothing is converted on either side, and nothing lies in a local cache.
-parquet_over_shards: the median over rounds of images/s from Parquet over those from shards, both shuffled globally.
-window_over_shards: the same, where Parquet keeps an eighth of its bytes in memory and shuffles within that window.
-packed_over_shards, packed_window_over_shards: of the second pair.
+parquet_over_shards: the median over rounds of images/s from Parquet over those from shards, both in the order that
+Parquet has if it may keep a quarter of its bytes in memory: shuffled within a window of about an eighth.
+global_over_shards: the same, both shuffled globally: Parquet reads all row groups before the first batch.
+packed_over_shards, packed_global_over_shards: of the second pair.
 Bound: the shards, which are read by offset. Result: records/. Why it matters: people have Parquet files.
 """
 
@@ -25,8 +26,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from common import finish, parse, spread
 from kasoku.core import InputError
@@ -35,12 +38,13 @@ from kasoku.data import Augment, loader, parquet, shards
 from kasoku.data.packs.writer import pack
 
 SIDE, FILES, GROUP_ROWS, BUDGET_S = 224, 10, 100, 480
+KINDS = ("window_shards", "window_parquet", "global_shards", "global_parquet")
 SIDES = {"photos": 0, "packed": 256}  # shorter side of the stored images
 CLAIMS = {
     "loader/parquet/over_shards": ("parquet_over_shards", "images_per_s"),
-    "loader/parquet/window_over_shards": "window_over_shards",
+    "loader/parquet/global_over_shards": "global_over_shards",
     "loader/parquet/packed_over_shards": "packed_over_shards",
-    "loader/parquet/packed_window_over_shards": "packed_window_over_shards",
+    "loader/parquet/packed_global_over_shards": "packed_global_over_shards",
 }
 
 
@@ -61,22 +65,39 @@ def write_parquet(packed: Path, target: Path) -> None:
             writer.write_table(arrow.table(columns, schema=schema), path, row_group_size=GROUP_ROWS)
 
 
-def drop_pages(root: Path) -> int:
-    """Has the kernel drop its pages of the files; returns their bytes."""
+def drop_pages(root: Path) -> None:
+    """Has the kernel drop its pages of the files."""
     for path in root.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return sum(path.stat().st_size for path in root.iterdir())
 
 
-def run(kind: str, root: str, batch: int) -> dict[str, float]:
+class InOrderOf:
+    """A split of shards in the order that Parquet files of the same images have."""
+
+    def __init__(self, split: Any, order_like: Any) -> None:
+        self._split, self.epoch_order = split, order_like.epoch_order
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._split, name)
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+
+def run(kind: str, root: str, parquet_root: str, batch: int) -> dict[str, float]:
     """One epoch in this process."""
-    import_module("pyarrow.parquet")  # on all sides: the library's import is no work of an epoch
-    size = drop_pages(Path(root))
+    size = sum(path.stat().st_size for path in Path(parquet_root).iterdir())
+    window_bytes = size // 4 if kind.startswith("window") else 2**40  # half of it is mixed
+    same = parquet(parquet_root, SIDE, window_bytes=window_bytes)
+    drop_pages(Path(root))
     begin = time.perf_counter()
-    settings = {"window_bytes": size // 4 if kind == "window" else 2**40}  # half of it is mixed
-    dataset = shards(root, SIDE) if kind == "shards" else parquet(root, SIDE, **settings)
+    if kind.endswith("shards"):
+        dataset = shards(root, SIDE)
+        dataset = replace(dataset, train=InOrderOf(dataset.train, same.train))
+    else:
+        dataset = parquet(root, SIDE, window_bytes=window_bytes)
     open_s = time.perf_counter() - begin
     augment = Augment(flip="random", crop="random_resized", scale_min=0.08)
     batches = loader(dataset, "train", batch, augment=augment, threads=cores(), cache_bytes=0)
@@ -84,17 +105,17 @@ def run(kind: str, root: str, batch: int) -> dict[str, float]:
     return {"images_per_s": images / (time.perf_counter() - begin), "open_s": open_s, "images": images}
 
 
-def measured(kind: str, root: Path, batch: int) -> dict[str, float]:
+def measured(kind: str, root: Path, parquet_root: Path, batch: int) -> dict[str, float]:
     """The same in a process of its own."""
-    command = [sys.executable, __file__, "--one", kind, str(root), "--batch", str(batch)]
+    command = [sys.executable, __file__, "--one", kind, str(root), str(parquet_root), "--batch", str(batch)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=180)
     found: dict[str, float] = json.loads(out.stdout.splitlines()[-1])
     return found
 
 
-def prepare(home: Path, data: Path, copies: int) -> dict[str, tuple[str, Path]]:
-    """Writes the photos as shards and as Parquet files; returns kind and folder of each side."""
-    photos, ways = home / "photos", dict[str, tuple[str, Path]]()
+def prepare(home: Path, data: Path, copies: int) -> dict[str, tuple[str, Path, Path]]:
+    """Writes the photos as shards and as Parquet files; returns kind, folder and Parquet's folder of each side."""
+    photos, ways = home / "photos", dict[str, tuple[str, Path, Path]]()
     for path in sorted(data.rglob("*.JPEG")):
         for part, names in (("train", range(copies)), ("val", range(1))):
             (photos / part / path.parent.name).mkdir(parents=True, exist_ok=True)
@@ -105,8 +126,8 @@ def prepare(home: Path, data: Path, copies: int) -> dict[str, tuple[str, Path]]:
         files.mkdir()
         pack(str(photos), str(packed), side=side, shard_bytes=2**26, quiet=True)
         write_parquet(packed, files)
-        ways |= {f"{name}_shards": ("shards", packed)}
-        ways |= {f"{name}_{kind}": (kind, files) for kind in ("parquet", "window")}
+        for kind in KINDS:
+            ways[f"{name}_{kind}"] = (kind, packed if kind.endswith("shards") else files, files)
     return ways
 
 
@@ -115,7 +136,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--copies", type=int, default=32)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parse(parser)
     if arguments.one:
         print(json.dumps(run(*arguments.one, arguments.batch)))
@@ -136,17 +157,17 @@ def main() -> int:
     rate = {name: [one["images_per_s"] for one in each] for name, each in found.items()}
 
     def over_shards(name: str, kind: str) -> list[float]:
-        return [a / b for a, b in zip(rate[f"{name}_{kind}"], rate[f"{name}_shards"], strict=True)]
+        return [a / b for a, b in zip(rate[f"{name}_{kind}_parquet"], rate[f"{name}_{kind}_shards"], strict=True)]
 
     ratios = {
-        "parquet_over_shards": over_shards("photos", "parquet"),
-        "window_over_shards": over_shards("photos", "window"),
-        "packed_over_shards": over_shards("packed", "parquet"),
-        "packed_window_over_shards": over_shards("packed", "window"),
+        "parquet_over_shards": over_shards("photos", "window"),
+        "global_over_shards": over_shards("photos", "global"),
+        "packed_over_shards": over_shards("packed", "window"),
+        "packed_global_over_shards": over_shards("packed", "global"),
     }
     figures: dict[str, object] = {key: round(statistics.median(values), 3) for key, values in ratios.items()}
     figures |= {f"{key}_spread": spread([round(value, 3) for value in values]) for key, values in ratios.items()}
-    figures |= {"n": len(rate["photos_shards"]), "images": found["photos_shards"][0]["images"]}
+    figures |= {"n": len(rate["photos_window_shards"]), "images": found["photos_window_shards"][0]["images"]}
     figures |= {"images_per_s": {name: round(statistics.median(values), 1) for name, values in rate.items()}}
     figures |= {
         "open_s": {name: round(statistics.median(o["open_s"] for o in each), 3) for name, each in found.items()}
