@@ -101,7 +101,7 @@ def wrong_import(file: Path, name: str) -> str:
         return "" if package != "core" or top in CORE_IMPORTS else "core imports torch and the standard library only"
     other = rest[0] if rest else "__init__"
     if other == package or (other.startswith("_") and not rest[1:]):
-        shared = name in ("kasoku", "kasoku.commands.arguments", "kasoku.commands.options")
+        shared = name in ("kasoku", "kasoku.commands.arguments")
         return "" if package != "commands" or shared else "commands do not import each other"
     if layer_of(other) > layer_of(package):
         return f"{other} lies above {package}"

@@ -15,7 +15,7 @@ from importlib import import_module
 
 from kasoku import __version__
 from kasoku.commands import arguments as options
-from kasoku.commands.options import CommandArguments, JsonArguments, arguments_of, declare, only_json
+from kasoku.commands.arguments import CommandArguments, JsonArguments, arguments_of, declare, only_json
 
 _LINE = 1200  # letters of a message, at most
 VERBS = {  # verb: (module of kasoku.commands, help)

@@ -308,6 +308,20 @@ def test_a_step_within_a_step_counts_once(timers: list[ScriptTimer]):
     assert result["mean_s"] == approximately(STEP_S)
 
 
+def test_a_loop_goes_on_after_a_forward_and_a_backward_that_fail(timers: list[ScriptTimer]):
+    loop = Loop()
+    timer = started(loop, timers)
+    loop.train(2)
+    with pytest.raises(RuntimeError, match="shapes"):
+        loop.net(torch.ones(1, 5))
+    with pytest.raises(RuntimeError, match="grad can be implicitly created"):
+        loop.net(torch.ones(1, 4)).backward()
+    loop.train(1)
+    result = timer.finish()
+    assert result["steps"] == 4
+    assert result["mean_s"] == approximately(STEP_S | {"forward": STEP_S["forward"] * 5 / 4})
+
+
 def test_parts_of_a_compiled_module_get_no_hook(timers: list[ScriptTimer]):
     class Compiled(nn.Module):
         def __init__(self, module: nn.Module) -> None:

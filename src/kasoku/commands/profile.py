@@ -147,6 +147,7 @@ def _by_rank(profiles: Sequence[Profiled]) -> list[dict[str, Any]]:
             "rank": rank,
             "step_s": sum(step.values()),
             "compute_s": sum(step[row] for row in ("forward", "backward", "update")),
+            **{f"{row}_s": step[row] for row in ("forward", "backward", "update")},
             "input_s": step["input"],
             "wait_s": step["exposed"],
             "idle": statistics.fmean(

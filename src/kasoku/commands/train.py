@@ -136,6 +136,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.report import print_table
     from kasoku.training import trainer
+    from kasoku.training.run_folder import run_folder
 
     run_on_all_ranks(comm, lambda: _check(arguments))
     has_run = partial(_has_run, arguments) if comm.rank == 0 else bool
@@ -164,10 +165,10 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
-    with _advised(folder):
-        begin = partial(_begin, arguments, training, tuned, rows)
+    with _advised(folder), run_folder(comm, folder, resume=resume) as run:
+        run_on_all_ranks(comm, lambda: _begin(arguments, training, tuned, rows, run) if run else None)
         started, quiet = arguments.started, arguments.quiet
-        result = trainer.fit_in(folder, training, begin, started=started, resume=resume, quiet=quiet)
+        result = trainer.fit(training, run, started=started, resume=resume, quiet=quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
         print_table("", result.rows(folder))
     return _end(comm, result.stopped, folder, recipe)

@@ -203,12 +203,11 @@ def follow_script() -> None:
     """Times the steps of this process, if it makes any, and writes them into $KASOKU_PROFILE at its end."""
     timer, process, folder = ScriptTimer(), os.getpid(), Path(os.environ["KASOKU_PROFILE"])
 
-    def write() -> bool:
+    def write() -> Any:
         if os.getpid() == process and (result := timer.finish()):  # no fork, as the workers of a DataLoader are
             write_text(folder / f"{result['rank']}-{process}.json", json.dumps(result))
-        return True
 
-    timer.wrap(os, "_exit", lambda leave, code: write() and leave(code))
+    timer.wrap(os, "_exit", lambda leave, code: write() or leave(code))
     atexit.register(write)
 
 

@@ -6,11 +6,11 @@ Before a new version replaces a file, its digest is added to that of the old one
 kill between the two writes does no harm. Afterwards the old digest goes.
 
 Note: the format. The first line of a run's recipe has a number that rises where an older recipe would mean something
-else, or has a removed setting. In format 1, without that line, a time below 1 was in epochs and not a share.
+else, or has a removed setting. In format 1, without that line, a time below 1 was in epochs and not a share: such a run
+is evaluated, but not resumed.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -41,7 +41,6 @@ _REMOVED: dict[str, dict[str, Any]] = {  # settings of older formats: the values
     "kasoku.distributed.ddp.compression.Wire": {"sums": "fp32"},
     "kasoku.distributed.async_sgd.asynchronous.Asynchronous": {"servers": 0, "remedies": _REMEDIES, "stream": False},
 }
-_TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
 _RESULTS = ("model.safetensors", "result.json", "recipe.toml", "metrics.jsonl", "report.html", ENSEMBLE)
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
@@ -154,10 +153,7 @@ def finished(folder: Path, recipe: Recipe) -> str:
 
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
-    """Raises InputError where a recipe is not the run's in more than a resumed run may change.
-
-    Also where a time of an older run was in epochs and would be a share of the training, unless the run is over.
-    """
+    """Raises InputError where a recipe is not the run's in more than a resumed run may change, and for format 1."""
     old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
@@ -165,16 +161,9 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
                 f"training; only {', '.join(CHANGEABLE)} may change"
             )
-    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith("# format "):
-        return
-    for name, time in old.items():
-        if _TIMES.fullmatch(name) and time == new.get(name) and is_number(time) and 0 < time < 1:
-            advice = "train anew"
-            if name.startswith(CHANGEABLE):
-                share = time / (recipe.schedule.epochs or recipe.epochs)
-                advice = f"--resume {folder} --set {name}={share} goes on with the same time"
-            wrong = "an older version of kasoku wrote it as epochs, and below 1 it is now a share of the training"
-            raise InputError(f"{folder}: {name} = {time:g}: {wrong}: {advice}")
+    if not finished(folder, recipe) and not (folder / "recipe.toml").read_text().startswith("# format "):
+        wrong = "an older version of kasoku wrote it, in which a time below 1 was in epochs"
+        raise InputError(f"{folder}: {wrong}, and it is a share of the training now: train anew")
 
 
 def upload(comm: Comm, folder: Path, address: str) -> None:

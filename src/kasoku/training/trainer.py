@@ -1,10 +1,9 @@
 """Build a training from a recipe, and fit it: the training loop. `fit` says which exit code follows from its end."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -32,7 +31,7 @@ from kasoku.training.batches import AsyncSource, SyncSource
 from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics
-from kasoku.training.run_folder import RunFolder, run_folder
+from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import NO_CHECKPOINT, Result, RunState, Training
 from kasoku.training.validation import Validation
 
@@ -155,22 +154,6 @@ def fit(
                     trainer.checkpointing.save()
                 failure.resumable = trainer.resumable
             raise failure  # noqa: B904 - has its cause
-
-
-def fit_in(
-    folder: Path,
-    training: Training,
-    begin: Callable[[RunFolder], object],
-    *,
-    started: float,
-    resume: bool = False,
-    quiet: bool = False,
-) -> Result:
-    """Locks the run folder; `begin` writes into it on rank 0; then as `fit`."""
-    comm = training.job.comm
-    with run_folder(comm, folder, resume=resume) as run:
-        run_on_all_ranks(comm, lambda: begin(run) if run else None)
-        return fit(training, run, started=started, resume=resume, quiet=quiet)
 
 
 def build(
