@@ -23,20 +23,20 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2125,
-    "optim": 1120,
-    "models": 970,
+    "core": 2150,
+    "optim": 1090,
+    "models": 885,
     "device": 585,
-    "data": 4940,
-    "distributed": 5540,
+    "data": 4765,
+    "distributed": 5360,
     "memory": 2070,
     "tracking": 235,
     "config": 1520,
     "tune": 1605,
-    "simulate": 1620,
+    "simulate": 1610,
     "report": 2375,
     "training": 2465,
-    "commands": 2040,
+    "commands": 2035,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
