@@ -66,8 +66,8 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
             0: those that share a host.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory on each rank, 20 bytes a parameter (16 without prediction, 8 with hidden=False in fp32; the
-        prediction is on the model's device). An owner also keeps its shard of the weights, two buffers as large as its
+    Costs: memory on each rank, 20 bytes a parameter (16 without prediction, which is on the model's
+        device). An owner also keeps its shard of the weights, two buffers as large as its
         largest piece for each other rank, and with bf16 or int8 a copy of its shard for each rank. The
         prediction takes two passes over the parameters a step. About four threads for each other rank. Updates are
         stale, and no two runs are alike; a resumed run has rank 0's optimizer state on all ranks, so it is only

@@ -92,8 +92,7 @@ class WorkerGroup:
 
     Attributes:
         base: the last known weights, with this worker's own updates.
-        request, reply: buffers of messages. Both are `base` if the exchange can be done in place, as an owner replies
-            to a piece only after it has read all of it. Until then the owner may write to either.
+        request, reply: buffers of messages.
         residual: the rounding error of the last update, which is sent with the next one.
         slots: for each owner, the slice of its piece in `request` and `reply`.
         orphans: pieces whose owner is dead; this worker updates its own copy of them until the next sync point.
@@ -106,7 +105,6 @@ class WorkerGroup:
         self, params: Sequence[Tensor], owners: Sequence[int], codec: Codec, *, blocking: bool, ahead: float = 0.0
     ) -> None:
         self.params, self._blocking, self.codec = params, blocking, codec
-        in_place = blocking and codec.exact
         self.current, self.base = FlatViews(params), FlatViews(params)
         self.prediction = Prediction(params, ahead)
         n = len(self.base.flat)
@@ -115,7 +113,7 @@ class WorkerGroup:
         pieces = zip(owners, cuts, cuts[1:], strict=False)
         self.pieces = {owner: slice(start, stop) for owner, start, stop in pieces if start < stop}
         if codec.exact:
-            self._request, self._reply = (self.base if in_place else FlatViews(params) for _ in range(2))
+            self._request, self._reply = (FlatViews(params) for _ in range(2))
             self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
         else:
             self.slots, end = {}, 0
@@ -146,17 +144,12 @@ class WorkerGroup:
         return here and not (len(self.residual) or self.orphans)
 
     def drop_owner(self, owner: int) -> None:
-        """Goes on without a dead owner, which may still write to the buffers of its last request and reply."""
+        """Goes on without a dead owner, whose last reply may still arrive in its buffer."""
         piece = self.pieces.pop(owner)
         self.slots.pop(owner, None)  # with fp32 it is `pieces`
-        base = FlatViews(self.params)
-        base.flat.copy_(self.base.flat)
-        if self.reply is self.base.flat:  # it may contain half a reply
-            base.flat[piece] = self.current.load()[piece]
-            self.request = self.reply = base.flat
-        else:
-            self.reply = self.reply.clone()
-        self.base = base
+        self.reply = self.reply.clone()
+        if self._blocking and self.codec.exact:  # the last update is in the parameters alone
+            self.base.flat[piece] = self.current.load()[piece]
         self.orphans.append(piece)
 
     def contribution(self, owned: Mapping[int, Tensor], living: Sequence[int], workers: int) -> Tensor:
@@ -194,11 +187,6 @@ class WorkerGroup:
     def _write_request(self, share: float) -> None:
         """The general case, with flat copies."""
         update = self.current.load().sub_(self.base.flat)
-        if self.request is self.base.flat:
-            for piece in self.orphans:
-                update[piece] += self.base.flat[piece]
-            self.request.copy_(update)
-            return
         if not len(self.residual):
             self.request.copy_(update)
         update.mul_(share)
