@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "simulate": 1620,
     "report": 2625,
     "training": 2465,
-    "commands": 2085,
+    "commands": 2090,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
