@@ -31,12 +31,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 5540,
     "memory": 2070,
     "tracking": 235,
-    "config": 1520,
-    "tune": 1605,
-    "simulate": 1620,
+    "config": 1500,
+    "tune": 1535,
+    "simulate": 1525,
     "report": 2375,
-    "training": 2465,
-    "commands": 2040,
+    "training": 2420,
+    "commands": 1995,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
