@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2070,
     "tracking": 235,
     "config": 1500,
-    "tune": 1540,
-    "simulate": 1525,
+    "tune": 1530,
+    "simulate": 1515,
     "report": 2625,
     "training": 2420,
-    "commands": 2050,
+    "commands": 2045,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

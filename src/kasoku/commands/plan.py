@@ -88,7 +88,14 @@ def _rows(chosen: Choice) -> dict[str, str]:
     case, step = chosen.scenario, chosen.step
     recipe, device = case.recipe, case.simulator.cluster.device
     nodes = case.simulator.cluster.nodes_for(step.gpus)
-    sent = "exchange" if step.inputs.asynchronous else "all-reduce"
+    sent, algorithm = "exchange" if step.inputs.asynchronous else "all-reduce", step.inputs.choice()
+    reducer = case.simulator.sharing.reducer
+    alike = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
+    if step.gpus > 1 and isinstance(reducer, Hierarchical):
+        row = f", node={reducer.node}" if reducer.node else ""
+        algorithm += f"; reducer Hierarchical{row}" + (f", across={alike}" if alike else "")
+    elif step.gpus > 1 and alike:
+        algorithm += f"; reducer {alike}"
     usd = f"{chosen.usd:,.2f} USD ({chosen.usd * LEAST:,.2f} to {chosen.usd * MOST:,.2f})"
     return {
         "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes",
@@ -97,7 +104,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs",
         "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy})",
-        sent: step.inputs.choice() + _reducer(chosen),
+        sent: algorithm,
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
         **case.described(step),
         "throughput": f"{step.images_per_s:,.0f} images/s",
@@ -107,18 +114,6 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "simulated; how epochs scatter is not known",
         "source": device.source or "the cluster's file",
     }
-
-
-def _reducer(chosen: Choice) -> str:
-    """The reducer of the planned recipe, where it is not one all-reduce of fp32."""
-    reducer = chosen.scenario.simulator.sharing.reducer
-    if chosen.step.gpus == 1:
-        return ""
-    alike = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
-    if isinstance(reducer, Hierarchical):
-        row = f", node={reducer.node}" if reducer.node else ""
-        return f"; reducer Hierarchical{row}" + (f", across={alike}" if alike else "")
-    return f"; reducer {alike}" if alike else ""
 
 
 def _write(chosen: Choice, folder: Path, original: Path) -> dict[str, Any]:

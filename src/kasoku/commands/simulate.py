@@ -18,7 +18,7 @@ from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
 from kasoku.simulate import SimulatedStep, timeline
 from kasoku.simulate import load as load_cluster
-from kasoku.simulate.from_recipe import Scenario, efficiency, scenario, sizes, sweep
+from kasoku.simulate.from_recipe import Scenario, scenario, sizes, sweep
 from kasoku.training.run_folder import output_folder
 
 _MS = 1e3
@@ -66,7 +66,7 @@ def run(arguments: SimulateArguments) -> int:
         files.append("report.html")
         if lines:
             rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
-            shares = {name: list(zip(over, efficiency(steps), strict=True)) for name, steps in lines.items()}
+            shares = {name: [(n, speedup / n) for n, speedup in line] for name, line in speedups.items()}
             panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
             title = f"{cluster.name}, {document['sweep']['images_a_gpu']} images a GPU"
             title += f" in {parts} parts" if parts > 1 else ""

@@ -265,7 +265,7 @@ def tree(cluster: Cluster, gpus: int) -> AlgorithmCost:
             chain = [node * each + (first + i) % each for i in range(each)]
             for a, b in itertools.pairwise(chain):
                 flows += [(a, b, 1 / channels), (b, a, 1 / channels)]
-        flows += _two_trees(range(first, gpus, each), 0.5 / channels)
+        flows += two_trees(range(first, gpus, each), 0.5 / channels)
     byte_s, depth = contended_s(cluster, flows), nodes.bit_length() - 1  # the edges from a root to its last leaf
     return AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth, byte_s=byte_s, trees=1)
 
@@ -281,26 +281,21 @@ def columns(cluster: Cluster, gpus: int, width: int, *, exchanged: bool = False)
     once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, flows))
     if exchanged:
         return [exchange(cluster, gpus, width).of(1 / width) + once]
-    flows = [flow for column in along for flow in _two_trees(column, 0.5 / width)]
+    flows = [flow for column in along for flow in two_trees(column, 0.5 / width)]
     byte_s, depth = contended_s(cluster, flows), high.bit_length() - 1
     return [once.twice(), AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1)]
 
 
-def _two_trees(ranks: Sequence[int], size: float) -> Iterator[Flow]:
-    """Messages up and down both trees; with an even number of ranks, an inner node of one is a leaf of the other."""
+def two_trees(ranks: Sequence[int], size: float) -> Iterator[Flow]:
+    """Messages up and down two binary trees over the ranks, in order, whose leaves are the even or the odd ones.
+
+    With an even number of ranks, an inner node of one is a leaf of the other.
+    """
     n = len(ranks)
-    for shift in (0, 1):
-        for child, parent in _edges(n):
-            a, b = ranks[(child + shift) % n], ranks[(parent + shift) % n]
-            yield a, b, size
-            yield b, a, size
-
-
-def _edges(ranks: int) -> Iterator[tuple[int, int]]:
-    """(child, parent) of a binary tree over the ranks, in order, whose leaves are the even ones."""
-    for child in range(1, ranks + 1):  # counted from 1, the lowest bit is twice that of the children
+    for child in range(1, n + 1):  # counted from 1, the lowest bit is twice that of the children
         bit = child & -child
         above = child ^ bit
-        parent = above | 2 * bit if above | 2 * bit <= ranks else above
-        if parent:
-            yield child - 1, parent - 1
+        parent = above | 2 * bit if above | 2 * bit <= n else above
+        for shift in (0, 1) if parent else ():
+            a, b = ranks[(child - 1 + shift) % n], ranks[(parent - 1 + shift) % n]
+            yield from ((a, b, size), (b, a, size))

@@ -188,11 +188,6 @@ class BatchSizeResult:
     budget_s: float = 0.0
     speeds: tuple[float, ...] = ()
 
-    @property
-    def sample(self) -> Measurement:
-        """The measurement of the chosen size."""
-        return next(s for s in self.samples if s.batch == self.batch)
-
     def as_json(self) -> dict[str, Any]:
         """The contents of tuning.json."""
         samples = []

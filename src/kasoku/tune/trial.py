@@ -44,15 +44,7 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
     """Copies of the job's model and optimizer without the hooks and patches of techniques. Drains the job."""
     job.drain()
     memo: dict[int, Any] = {}
-    with _without_techniques(job):
-        model: nn.Module = copy.deepcopy(job.model, memo)
-    return model, _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
-
-
-@contextmanager
-def _without_techniques(job: Job) -> Iterator[None]:
-    """Within it the modules have no hooks and patches of techniques, which refer to the job."""
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # which puts hooks and patches back: they refer to the job
         for thing, name, old in reversed(job.patches.attributes):
             if isinstance(thing, nn.Module):
                 stack.callback(setattr, thing, name, getattr(thing, name))
@@ -66,7 +58,8 @@ def _without_techniques(job: Job) -> Iterator[None]:
                     stack.callback(hooks.clear)  # called before: the order stays
                     for number in [number for number in hooks if number >= job.patches.first_hook]:
                         del hooks[number]  # torch gave it to a hook of a technique
-        yield
+        model: nn.Module = copy.deepcopy(job.model, memo)
+    return model, _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
 
 
 def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> Optimizer:
