@@ -2,6 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
+# Python keeps the bytecode of sources and tests: many tests start an interpreter
+unexport PYTHONDONTWRITEBYTECODE
+
 SLOW = process or timing or data or browser or exhaustive or docs or matrix or extras
 
 .PHONY: setup demo test test-rest test-all check docs fuzz bench combining records gpu dist clean

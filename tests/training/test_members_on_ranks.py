@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.forked import Forked
 from helpers.photos import coloured_photos
 from helpers.ranks import on_processes
 from helpers.started import (
-    KASOKU,
     RECIPE,
     SETTINGS,
-    ended,
+    forked,
     largest_difference,
     options,
     started,
@@ -359,7 +358,7 @@ def test_an_ensemble_removes_empty_folders_of_a_larger_one(more, tmp_path):
     assert main(["train", "--resume", str(out)]) == 0
 
 
-def started_members(out: Path, *more: str) -> list[subprocess.Popen[str]]:
+def started_members(out: Path, *more: str) -> list[Forked]:
     """Two ranks with a member each, both of which have written a checkpoint."""
     ranks = started(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(out)], 2)
     wait_for_checkpoints(ranks, *paths_of(out, 2))
@@ -382,14 +381,14 @@ def test_the_death_of_a_rank_that_trains_apart_is_named(tmp_path):
 @pytest.mark.process
 @pytest.mark.smoke
 def test_members_on_ranks_stopped_go_on_to_the_same_bits(tmp_path):
-    more = options("norm_batch=0", "epochs=20", "schedule.epochs=20", "save.every_steps=30", "evaluate.every=10")
+    more = options("norm_batch=0", "epochs=10", "schedule.epochs=10", "save.every_steps=5", "evaluate.every=10")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(whole)]) == 0
     stop_by_sigterm(started_members(parts, *more), parts, 0, 1)
     results = [json.loads((path / "result.json").read_text()) for path in paths_of(parts, 2)]
     assert [result["stopped"] for result in results] == ["SIGTERM"] * 2
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", "--members", "2", "--set", "device.kind=cpu"]
-    said_on = ended([*KASOKU, *local, "--continue", "--quiet", "--out", str(parts)])
+    said_on = forked([*local, "--continue", "--quiet", "--out", str(parts)])
     assert said_on.count("going on from step ") == 2
     assert differences(whole, parts, 2) == [0, 0]
     ours, theirs = (json.loads((run / "ensemble.json").read_text()) for run in (parts, whole))
