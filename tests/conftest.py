@@ -39,6 +39,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real images; the test is skipped without it."""
