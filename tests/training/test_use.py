@@ -316,8 +316,14 @@ def test_example_adopt_gives_on_two_ranks_the_weights_of_one():
 
 
 @pytest.mark.process
-def test_example_adopt_learns_under_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "examples/adopt.py")]
+def test_example_adopt_learns_under_torchrun(tmp_path):
+    small = tmp_path / "small.py"  # the example as it is written, with another network under the name of its own
+    small.write_text(
+        "import functools, runpy\nimport kasoku.models as models\n"
+        "models.resnet18 = functools.partial(models.cifarnet, widths=(16, 32))\n"
+        f"runpy.run_path({str(ROOT / 'examples/adopt.py')!r}, run_name='__main__')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(small)]
     done = subprocess.run(command, env=clean({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (line,) = re.findall(r"top-1 (.*)% of 360 test images on 2 ranks\n", done.stdout)
