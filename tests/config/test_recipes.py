@@ -96,6 +96,7 @@ def test_fashion_mnist_learns_from_the_real_files(real_data, tmp_path):
         f"data.root={real_data / 'fashion_mnist'}",
         "model.norm_momentum=0.5",
         "model.widths=[16, 32, 64]",
+        "device.threads=1",
     ]
     options = [part for setting in settings for part in ("--set", setting)]
     out = tmp_path / "run"
