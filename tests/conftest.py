@@ -1,5 +1,6 @@
 """What all tests share: where the real images are, and the folder of recipes."""
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -30,6 +31,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: no collection of garbage looks at the modules and the tests again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,16 @@
 """Members of an ensemble: what they share, how they differ, and that they can be stopped."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from helpers.forked import Forked
 from helpers.photos import photos_command
+from helpers.started import clean
 from kasoku.cli import main
 
 DIGITS = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
@@ -86,8 +85,7 @@ def test_members_stopped_go_on_to_the_same_bits(tmp_path):
     more += ["--set", "model={use='kasoku.models.cifarnet', widths=[8, 8]}"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(photos_command(tmp_path, *more, "--out", str(whole))) == 0
-    command = [sys.executable, "-m", "kasoku.cli", *photos_command(tmp_path, *more, "--out", str(parts))]
-    process = subprocess.Popen(command, env=os.environ)
+    process = Forked(photos_command(tmp_path, *more, "--out", str(parts)), clean())
     deadline = time.monotonic() + 60
     while len(list(parts.glob("member-2/checkpoints/step-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.started import KASOKU, RECIPE, TORCHRUN, clean, ended, largest_difference, options, port, started
+from helpers.forked import Forked
+from helpers.started import RECIPE, TORCHRUN, clean, ended, largest_difference, options, port, started
 
 ASYNCHRONOUS = ("techniques=[{use='kasoku.distributed.Asynchronous'}]", "norm_batch=0")
 SAVING = ("save.every_steps=5", "save.keep=99", "epochs=3", "schedule.epochs=3")
@@ -100,8 +101,7 @@ def test_ranks_that_were_given_other_recipes_are_refused(tmp_path: Path) -> None
     ranks = []
     for rank, batch in enumerate(("batch=64", "batch=32")):
         environment = clean(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        command = [*KASOKU, "train", str(RECIPE), *options(batch), "--out", str(tmp_path / "run")]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        ranks.append(Forked(["train", str(RECIPE), *options(batch), "--out", str(tmp_path / "run")], environment))
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], said
     lines = [line for line in "".join(said).splitlines() if line.startswith("kasoku:")]

@@ -17,6 +17,8 @@ import tomli_w
 from safetensors.torch import load_file
 
 import kasoku
+from helpers.forked import Forked
+from helpers.started import clean, forked
 from kasoku.cli import main
 from kasoku.config.toml import table
 from kasoku.core import InputError, Technique
@@ -101,10 +103,9 @@ def test_killed_at_a_random_step_and_resumed_gives_the_same_weights(tmp_path):
     recipe = recipe_with_state(tmp_path)
     more = ["epochs=10", "schedule.epochs=10", "save.every_steps=3", "evaluate.target=0"]
     settings = [*SHORT, *(part for setting in more for part in ("--set", setting))]
-    command = [sys.executable, "-m", "kasoku.cli", "train"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(str(recipe), *settings, "--out", str(whole)) == 0
-    process = subprocess.Popen([*command, str(recipe), *settings, "--out", str(killed)])
+    process = Forked(["train", str(recipe), *settings, "--out", str(killed)], clean())
     at = random.randint(1, 60)  # of 110; a new one every time: any step must do
     deadline = time.monotonic() + 120
     while process.poll() is None and not any(step >= at for step in steps_saved(killed)):
@@ -112,7 +113,7 @@ def test_killed_at_a_random_step_and_resumed_gives_the_same_weights(tmp_path):
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, f"the training ended before step {at}"
-    subprocess.run([*command, "--resume", str(killed), "--quiet"], check=True, timeout=300)
+    forked(["train", "--resume", str(killed), "--quiet"])
     assert same(whole, killed), f"killed after step {at}"
 
 
@@ -120,7 +121,6 @@ def test_killed_at_a_random_step_and_resumed_gives_the_same_weights(tmp_path):
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.smoke), signal.SIGINT])
 def test_a_signal_finishes_the_step_writes_a_checkpoint_and_exits_with_75(tmp_path, number):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "kasoku.cli", "train"]
     endless = [
         "--set",
         "epochs=10000",
@@ -132,7 +132,7 @@ def test_a_signal_finishes_the_step_writes_a_checkpoint_and_exits_with_75(tmp_pa
         "save.every_steps=5",
         "--quiet",
     ]
-    process = subprocess.Popen([*command, str(RECIPE), *endless, "--out", str(out)], stderr=subprocess.PIPE, text=True)
+    process = Forked(["train", str(RECIPE), *endless, "--out", str(out)], clean())
     deadline = time.monotonic() + 120
     while not list((out / "checkpoints").glob("step-*")):
         assert time.monotonic() < deadline
