@@ -45,9 +45,10 @@ TOO_LARGE = {  # "file" or "file:name": why it stays as it is
 }
 CORE_IMPORTS = {"torch", "safetensors"} | sys.stdlib_module_names
 ENDINGS = ("ning", "ned", "ner", "ing", "ed", "er", "s")
-# documented in spite of the underscore: torch's foreach operations, os._exit, namedtuple._replace and _BatchNorm;
+# documented in spite of the underscore: torch's foreach operations, os._exit, sys._current_frames, namedtuple._replace
+# and _BatchNorm;
 # and Triton's sum of two values, as its interpreter runs no tl.sum inside a kernel
-PRIVATE = re.compile(r"_(?!foreach_|exit$|replace$|BatchNorm$|sum_combine$)[a-zA-Z]")
+PRIVATE = re.compile(r"_(?!foreach_|exit$|current_frames$|replace$|BatchNorm$|sum_combine$)[a-zA-Z]")
 COLLECTIVE_PACKAGES = ("distributed", "training", "tune")
 
 

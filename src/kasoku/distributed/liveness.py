@@ -23,10 +23,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -245,7 +246,9 @@ class StoreHeartbeat:
         if STALLED not in [states[i] for i in at_work]:  # it has come to rest since its state was read
             return ""
         idle_s = max(reports[i]["idle_s"] for i in at_work)
-        return f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
+        line = f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
+        lines = [line for rank, report in enumerate(reports) for line in _stacks(self.names([rank]), report)]
+        return line + _written(self.activity.stacks_file, "\n".join(lines), limit_s=self.settings.beat_s)
 
     def death(self, ranks: Sequence[int]) -> str:
         """The line for dead ranks."""
@@ -309,3 +312,24 @@ class StoreHeartbeat:
     def wait_for_verdict(self) -> None:
         """Waits as long as it may take to name a death."""
         self.over.wait(self.settings.dead_s + 5 * self.settings.beat_s)
+
+
+def _stacks(name: str, report: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a rank in the file of all stacks, the innermost place of each thread first."""
+    yield f"{name}, no step for {report['idle_s']} s"
+    for thread, places in report["stacks"].items():
+        yield from (f"  {thread}", *(f"    {place}" for place in places))
+
+
+def _written(file: Path | None, text: str, *, limit_s: float) -> str:
+    """Writes the file of all stacks; returns a clause that names it, unless its disk fails or takes too long."""
+    done: list[str] = []
+
+    def write() -> None:
+        if file is not None:
+            with suppress(OSError):
+                file.write_text(text + "\n", encoding="utf-8")
+                done.append(f"; all stacks are in {file}")
+
+    daemon("kasoku stacks", write).join(limit_s)
+    return "".join(done)

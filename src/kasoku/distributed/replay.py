@@ -160,7 +160,8 @@ class _Check:
             return
         who = name_ranks(ranks, lambda rank: f"{rank} (host {hosts[rank]})")
         cause = "memory or a processor changed bits, or the forward draws numbers that are not torch's"
-        raise CorruptionError(f"silent corruption at step {step}, {who}: {what}; {cause}", trusted=trusted)
+        advice = f"resume from a checkpoint of step {trusted} or before, without that host"
+        raise CorruptionError(f"silent corruption at step {step}, {who}: {what}; {cause}: {advice}", trusted=trusted)
 
     # ---- private
 
