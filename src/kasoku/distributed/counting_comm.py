@@ -3,8 +3,8 @@
 Note: stragglers. All ranks start the same collectives in the same order. So among ranks that are stalled, the other
 ranks wait for those that started the fewest. Messages between two ranks are not counted, as only two take part in them.
 
-Note: stacks. The thread that sends heartbeats reads the stacks of the other threads of its process, so a rank whose
-training hangs still says where. It names files and lines, and opens none of them: their disk may be what hangs.
+Note: stacks. The heartbeat's thread reads those of all threads, so a rank whose main thread hangs still says where. It
+opens no source file, as a disk may be what hangs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import math
 import statistics
 import sys
 import threading
-from collections import deque
+import traceback
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -109,19 +110,13 @@ class Activity:
 
 
 def stacks() -> dict[str, list[str]]:
-    """The places in the source where each thread of this process is, the innermost first; the main thread's first."""
-    frames, main = sys._current_frames(), threading.main_thread()
-    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
-    return {thread.name: _places(frames[thread.ident]) for thread in threads if thread.ident in frames}
-
-
-def _places(frame: FrameType | None) -> list[str]:
-    places: list[str] = []
-    while frame is not None and len(places) < _FRAMES:
-        file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-        places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_qualname}")
-        frame = frame.f_back
-    return places
+    """Where each thread of this process is in the source, the innermost place first; the main thread comes first."""
+    frames, places = sys._current_frames(), defaultdict[str, list[str]](list)
+    for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread()):
+        for frame, line in islice(traceback.walk_stack(frames.get(thread.ident or 0)), _FRAMES):
+            file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+            places[thread.name].append(f"{file}:{line} {frame.f_code.co_qualname}")
+    return dict(places)
 
 
 class CountingComm(Comm):

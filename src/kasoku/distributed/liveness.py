@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from kasoku.core import Comm, InputError, summary
 from kasoku.distributed.consensus import name_ranks
-from kasoku.distributed.counting_comm import BUSY, STALLED, STARTING, Activity, CountingComm, describe_stragglers
+from kasoku.distributed.counting_comm import BUSY, STALLED, STARTING, Activity, CountingComm, Names, describe_stragglers
 
 LOST_RANK_EXIT_CODE = 4  # of a process that ends because another rank died or hangs
 # The first byte of a heartbeat: what the rank does (Activity.state), or its last word.
@@ -247,8 +247,11 @@ class StoreHeartbeat:
             return ""
         idle_s = max(reports[i]["idle_s"] for i in at_work)
         line = f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
-        lines = [line for rank, report in enumerate(reports) for line in _stacks(self.names([rank]), report)]
-        return line + _written(self.activity.stacks_file, "\n".join(lines), limit_s=self.settings.beat_s)
+        if (file := self.activity.stacks_file) is not None:
+            written: list[Path] = []  # by another thread: a disk that hangs must not hold up the verdict
+            daemon("kasoku stacks", _write_stacks, file, self.names, reports, written).join(self.settings.beat_s)
+            line += f"; all stacks are in {file}" if written else ""
+        return line
 
     def death(self, ranks: Sequence[int]) -> str:
         """The line for dead ranks."""
@@ -314,22 +317,13 @@ class StoreHeartbeat:
         self.over.wait(self.settings.dead_s + 5 * self.settings.beat_s)
 
 
-def _stacks(name: str, report: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of a rank in the file of all stacks, the innermost place of each thread first."""
-    yield f"{name}, no step for {report['idle_s']} s"
-    for thread, places in report["stacks"].items():
-        yield from (f"  {thread}", *(f"    {place}" for place in places))
-
-
-def _written(file: Path | None, text: str, *, limit_s: float) -> str:
-    """Writes the file of all stacks; returns a clause that names it, unless its disk fails or takes too long."""
-    done: list[str] = []
-
-    def write() -> None:
-        if file is not None:
-            with suppress(OSError):
-                file.write_text(text + "\n", encoding="utf-8")
-                done.append(f"; all stacks are in {file}")
-
-    daemon("kasoku stacks", write).join(limit_s)
-    return "".join(done)
+def _write_stacks(file: Path, names: Names, reports: Sequence[Mapping[str, Any]], written: list[Path]) -> None:
+    """Writes the stacks of all ranks, and adds the file to `written`; does nothing if it cannot be written."""
+    lines = []
+    for rank, report in enumerate(reports):
+        lines.append(f"{names([rank])}, no step for {report['idle_s']} s\n")
+        for thread, places in report["stacks"].items():
+            lines += [f"  {thread}\n", *(f"    {place}\n" for place in places)]
+    with suppress(OSError):
+        file.write_text("".join(lines), encoding="utf-8")
+        written.append(file)

@@ -1,19 +1,17 @@
 """Checks for silent corruption: forward and backward of a step run twice, and their bits must agree.
 
-Note: the first pass. It runs in front of the model's forward, once all ranks have their batch and all pending updates
-are made, and asks `torch.autograd.grad` for its gradients, which runs none of the hooks that send, use or free them.
-Meanwhile `job.rehearses` is true, and techniques that count forwards leave this one out. Then BatchNorm's buffers and
-the random state are put back, and the loop makes its own pass. Each gradient is compared when it is complete, before
-anything is averaged; if one differs, all ranks raise before the first parameter of the step is updated.
+Note: the first pass. It runs in front of the model's forward, after all pending updates, and takes its gradients by
+`torch.autograd.grad`, which runs no hook that sends, uses or frees them. `job.rehearses` tells techniques that count
+forwards. Then buffers and random states are put back, and the loop makes its own pass. Each gradient is compared when
+it is complete and not yet averaged; if one differs, all ranks raise before the first parameter is updated.
 
-Note: digests. Digests of all weights and of the optimizer's state are taken before the first pass and before the
-update, and must be equal on each rank (nothing may write to them meanwhile) and on all ranks. A digest is the XOR of
-all elements, so a single flipped bit always changes it.
+Note: digests. Those of weights and optimizer state, before the first pass and before the update, must be equal on each
+rank (nothing may write to them between) and on all ranks. A digest is the XOR of all elements: a flipped bit shows.
 """
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -60,8 +58,8 @@ class Replay(Technique, vetoes_steps=True, in_sandbox=False):
             raise InputError(f"Replay: a step on {', '.join(kinds)} does not repeat its bits: {advice}")
         check = _Check(job, self.every)
         job.around_loader(check.follow)
-        job.on_close(job.model.register_forward_pre_hook(check.rehearse).remove)
-        job.on_close(job.model.register_forward_hook(check.compare_buffers).remove)
+        # a lambda, as a deep copy of the model would copy a bound method, and the whole job with it
+        job.on_close(job.model.register_forward_pre_hook(lambda *args: check.rehearse(*args)).remove)
         job.gradient_ready(check.compare)
         job.decide_step(check.decide)
         job.before_step(check.end)
@@ -75,8 +73,7 @@ class _Check:
         self.names: dict[Tensor, str] = {p: name for name, p in job.model.named_parameters()}
         self.batch: Batch | None = None  # of a step to be checked, until its forward
         self.step, self.passed = -1, -1  # the step that is being checked, or -1
-        self.expected: dict[Tensor, Tensor | None] = {}  # gradients, added up over the batches of the step
-        self.buffers: dict[str, Tensor] = {}  # of the model, after the last first pass
+        self.expected: dict[Tensor, Tensor] = {}  # gradients, added up over the batches of the step
         self.digests: dict[str, int] = {}
         self.differs: dict[str, Tensor] = {}
 
@@ -98,36 +95,28 @@ class _Check:
         if self.step != job.steps:
             job.drain()
             self.step, self.digests = job.steps, self._digests()
-            self.expected.clear()
-            self.differs.clear()
+            self.expected, self.differs = {}, {}
         self.batch, before = None, [(b, b.clone()) for b in model.buffers()]
         learning = [p for p in self.names if p.requires_grad]
         job.rehearses = True
         try:
             with torch.random.fork_rng([batch[0].device] if batch[0].is_cuda else []):
-                out = model.forward(*args)
-                self.buffers = {name: b.clone() for name, b in model.named_buffers()}
-                loss = job.loss(out, batch[1])
+                loss = job.loss(model.forward(*args), batch[1])
                 grads = torch.autograd.grad(loss / job.accumulate, learning, allow_unused=True)
         finally:
             job.rehearses = False
         for p, grad in zip(learning, grads, strict=True):
-            sum_so_far = self.expected.get(p)
-            self.expected[p] = grad if sum_so_far is None or grad is None else sum_so_far + grad
-        with torch.no_grad():
-            for b, value in before:
-                b.copy_(value)
-
-    def compare_buffers(self, model: nn.Module, *_: object) -> None:
-        """Compares the buffers after the forward with those that the forward of the first pass left."""
-        if self.step == self.job.steps and model is self.job.model and model.training:
-            for name, b in model.named_buffers():
-                self._compare(f"the buffer {name}", self.buffers.get(name), b)
+            if grad is not None:
+                self.expected[p] = self.expected[p] + grad if p in self.expected else grad
+        for b, value in before:
+            b.copy_(value)
 
     def compare(self, p: Tensor) -> None:
         """Compares a complete gradient with the sum of those of the first passes."""
         if self.step == self.job.steps and p.grad is not None:
-            self._compare(f"the gradient of {self.names[p]}", self.expected.pop(p), p.grad)
+            both = self.expected.pop(p, torch.zeros_like(p.grad)), p.grad
+            one, other = (x.detach().view(_INTEGERS[x.element_size()]) for x in both)
+            self.differs[f"the gradient of {self.names[p]}"] = (one != other).any()
         elif self.due:
             got = f"Replay: step {self.job.steps} is to be checked, but its batch is not one of job.loader"
             raise InputError(f"{got}: iterate over job.loader, and call job.model with its images as they are")
@@ -138,23 +127,23 @@ class _Check:
 
     def end(self) -> None:
         """Raises CorruptionError on all ranks if a rank has found a difference. Collective, in a checked step."""
-        job, step = self.job, self.step
-        if step != job.steps:
+        step, self.step = self.step, -1
+        if step != self.job.steps:
             return
-        self.step = -1
+        now, passes, trusted = self._digests(), "differs between two passes over the same batch", step
         flags = torch.stack([*self.differs.values()]).tolist() if self.differs else []
-        now, passes = self._digests(), "differs between two passes over the same batch"
         found = [f"{name} changed between forward and update" for name in now if now[name] != self.digests[name]]
         found += [f"{name} {passes}" for name, differs in zip(self.differs, flags, strict=True) if differs]
-        own = socket.gethostname(), found, hash((*now.values(),))
-        hosts, all_found, totals = zip(*job.step_comm.gather_objects(own), strict=True)
-        ranks = [rank for rank, names in enumerate(all_found) if names]
-        if ranks:
-            (what, *others), trusted = all_found[ranks[0]], step
+        own = socket.gethostname(), found, now
+        hosts, lines, digests = zip(*self.job.step_comm.gather_objects(own), strict=True)
+        if ranks := [rank for rank, line in enumerate(lines) if line]:
+            what, *others = lines[ranks[0]]
             what += f" (and {len(others)} more)" if others else ""
-        elif len({*totals}) > 1:
-            ranks, what = _odd_ranks(job.step_comm.gather_objects(now))
-            trusted = self.passed
+        elif name := next((name for name in now if any(now[name] != other.get(name) for other in digests)), ""):
+            usual, count = Counter(other.get(name) for other in digests).most_common(1)[0]
+            most, trusted = 2 * count > len(digests), self.passed
+            ranks = [rank for rank, other in enumerate(digests) if other.get(name) != usual or not most]
+            what = f"other bits of {name} than {'most ranks' if most else 'the other ranks'}"
         else:
             self.passed = step
             return
@@ -163,33 +152,10 @@ class _Check:
         advice = f"resume from a checkpoint of step {trusted} or before, without that host"
         raise CorruptionError(f"silent corruption at step {step}, {who}: {what}; {cause}: {advice}", trusted=trusted)
 
-    # ---- private
-
-    def _compare(self, name: str, wanted: Tensor | None, got: Tensor) -> None:
-        differ = True if wanted is None or wanted.dtype != got.dtype else (_bits(wanted) != _bits(got)).any()
-        self.differs[name] = torch.as_tensor(differ, device=got.device) | self.differs.get(name, False)
-
     def _digests(self) -> dict[str, int]:
         """By name, of all weights and of the optimizer's state."""
         tensors = {name: p.detach() for p, name in self.names.items()}
         for p, name in self.names.items():
             tensors |= {f"{key} of {name}": x for key, x in self.job.state_of(p).items() if isinstance(x, Tensor)}
-        device = next(iter(self.names)).device
-        digests = [torch.hash_tensor(x).to(device) for x in tensors.values()]
+        digests = [torch.hash_tensor(x).to(next(iter(self.names)).device) for x in tensors.values()]
         return dict(zip(tensors, torch.stack(digests).view(torch.int64).tolist(), strict=True))
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.detach().view(_INTEGERS[x.element_size()])
-
-
-def _odd_ranks(digests: Sequence[Mapping[str, int]]) -> tuple[list[int], str]:
-    """The ranks whose bits most ranks do not have, in the first tensor that differs; all ranks if there is no majority.
-
-    And what they have.
-    """
-    name = next(name for name in digests[0] if len({own.get(name) for own in digests}) > 1)
-    ((usual, count),) = Counter(own.get(name) for own in digests).most_common(1)
-    if 2 * count <= len(digests):
-        return list(range(len(digests))), f"they have different bits of {name}"
-    return [rank for rank, own in enumerate(digests) if own.get(name) != usual], f"other bits of {name} than most ranks"
