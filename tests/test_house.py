@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2125,
+    "core": 2135,
     "optim": 1120,
     "models": 970,
     "device": 585,
     "data": 4940,
-    "distributed": 5540,
+    "distributed": 5750,
     "memory": 2070,
     "tracking": 235,
     "config": 1520,
     "tune": 1605,
     "simulate": 1620,
-    "report": 2375,
-    "training": 2465,
+    "report": 2385,
+    "training": 2475,
     "commands": 2040,
     "testing": 625,
 }
