@@ -41,7 +41,7 @@ from kasoku.optim import sgd
 from kasoku.testing.toy import toy_job, train_toy
 
 STEPS, LAST = 30, 19  # of a trial; the last step of a flip
-BATCH, SIDE, IMAGES = 64, 32, 1280
+BATCH, SIDE, IMAGES = 64, 32, 640
 KINDS, EVERY, RANKS = ("gradient", "weight", "momentum"), (1, 10), (1, 2)
 MOMENTS = ("after_forward", "after_backward", "after_update")
 CLAIMS = {
