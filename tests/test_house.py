@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2170,
+    "core": 2180,
     "optim": 1115,
     "models": 885,
     "device": 585,
     "data": 4765,
-    "distributed": 5365,
+    "distributed": 5575,
     "memory": 2070,
     "tracking": 235,
     "config": 1500,
     "tune": 1530,
     "simulate": 1515,
-    "report": 2625,
-    "training": 2420,
+    "report": 2635,
+    "training": 2430,
     "commands": 2045,
     "testing": 625,
 }
@@ -45,9 +45,10 @@ TOO_LARGE = {  # "file" or "file:name": why it stays as it is
 }
 CORE_IMPORTS = {"torch", "safetensors"} | sys.stdlib_module_names
 ENDINGS = ("ning", "ned", "ner", "ing", "ed", "er", "s")
-# documented in spite of the underscore: torch's foreach operations, os._exit, namedtuple._replace and _BatchNorm;
+# documented in spite of the underscore: torch's foreach operations, os._exit, sys._current_frames, namedtuple._replace
+# and _BatchNorm;
 # and Triton's sum of two values, as its interpreter runs no tl.sum inside a kernel
-PRIVATE = re.compile(r"_(?!foreach_|exit$|replace$|BatchNorm$|sum_combine$)[a-zA-Z]")
+PRIVATE = re.compile(r"_(?!foreach_|exit$|current_frames$|replace$|BatchNorm$|sum_combine$)[a-zA-Z]")
 COLLECTIVE_PACKAGES = ("distributed", "training", "tune")
 
 

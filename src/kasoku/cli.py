@@ -1,8 +1,8 @@
 """The command `kasoku`: its verbs, its exit codes, and one line for every error that a user can mend.
 
 Exit codes: 0 done, 1 a fault of kasoku's own, 2 an input that cannot be used or an error in code that it names,
-3 the training diverged, 4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on
-with --resume), 130 interrupted at once.
+3 the training diverged, 4 another rank died or hangs, 5 a device returned wrong bits (Replay), 75 stopped by SIGINT or
+SIGTERM with a checkpoint written (go on with --resume), 130 interrupted at once.
 """
 
 import argparse

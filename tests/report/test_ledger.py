@@ -210,6 +210,20 @@ def test_the_rows_of_all_ranks_are_told_and_waiting_for_others_is_seen():
     assert all(rows["exposed"] > 0 for rows in ledger["ranks"])
 
 
+def test_the_share_of_steps_in_which_a_rank_was_the_last_is_told():
+    waits_s = [[0.1, 3.0, 3.0, 3.0, 0.1], [0.0, 0.0, 0.0, 2.0]]  # the first step of rank 0 was another one
+
+    def rank(comm: Comm) -> dict:
+        job = make(AllReduce(), Timed(), comm=comm)
+        train(job, 2)
+        ledger = Ledger(job.trace, started=job.clock.now())
+        ledger.steps.rows.extend(dict.fromkeys(STEP, 0.0) | {"exposed": s} for s in waits_s[comm.rank])
+        return ledger.document(comm, FACTS)[0]
+
+    for ledger in Threads(2).run(rank):
+        assert ledger["last_in"] == [0.25, 0.75]
+
+
 def test_transfers_hidden_behind_computing_are_on_the_link_of_the_timeline():
     units = tuple(UnitTimes(name, 1.0, 2.0, 0.0) for name in "012")
     clock = VirtualClock()

@@ -22,7 +22,7 @@ from kasoku.config import trust
 from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
-from kasoku.core import Comm, InputError, say
+from kasoku.core import Comm, CorruptionError, InputError, say
 from kasoku.core.files import json_text
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kasoku.training.auto_batch import TunedRecipe
     from kasoku.training.run_state import Training
 
-DIVERGED, STOPPED = 3, 75  # exit codes
+DIVERGED, CORRUPTED, STOPPED = 3, 5, 75  # exit codes
 
 
 def run(arguments: TrainArguments) -> int:
@@ -126,9 +126,9 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 
     try:
         return _train_on_rank(arguments, comm, start)
-    except DivergedError as error:
+    except (DivergedError, CorruptionError) as error:
         _say_once(comm, str(error))
-        return DIVERGED
+        return DIVERGED if isinstance(error, DivergedError) else CORRUPTED
 
 
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:

@@ -82,6 +82,7 @@ def find_bottlenecks(
     *,
     transfer_s: float | None = None,
     blocks: Sequence[Step] = (),
+    last_in: Sequence[float] = (),
 ) -> list[StepBottleneck]:
     """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
 
@@ -89,6 +90,7 @@ def find_bottlenecks(
     profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device. `transfer_s`: communication that no
     rank can hide: each step's minimum wait over ranks, as a mean over steps; None: the minimum over ranks of their mean
     waits. `blocks`: the computing seconds a step by block of the model, for each rank in rank order, if known.
+    `last_in`: the share of the last steps in which each rank waited least, so that the others waited for it.
     """
     if not steps or not all(steps):
         return []
@@ -98,7 +100,7 @@ def find_bottlenecks(
         transfer_s = min(step["exposed"] for step in steps)
     candidates = [
         *_of_all_ranks(usual, whole_s, facts, bounds or {}, transfer_s),
-        _straggler(steps, whole_s, blocks),
+        _straggler(steps, whole_s, blocks, last_in),
         _calls(usual, whole_s, facts),
         _cores(usual, whole_s, facts),
     ]
@@ -151,7 +153,9 @@ def _of_all_ranks(
     yield _cause("loop-bound", usual["other"], whole_s, line, remedy)
 
 
-def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> StepBottleneck | None:
+def _straggler(
+    steps: Sequence[Step], whole_s: float, blocks: Sequence[Step], last_in: Sequence[float]
+) -> StepBottleneck | None:
     """The rank with the most work of its own; its waits for other ranks do not count."""
     if len(steps) < 2:
         return None
@@ -165,6 +169,7 @@ def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) ->
     most = f"most of it in {row} ({_ms(lags[row])}){_slow_block(blocks, last, lag_s)}"
     line = f"rank {last} takes {_ms(lag_s)} longer than the other ranks by its own work, {most}"
     line += f"; they wait {_ms(waits_s)} of each step"
+    line += f", and it was the last in {last_in[last]:.0%} of the latest" if last_in else ""
     remedy = f"check rank {last}'s host for other processes, its clock rate and its disk; or leave it out"
     return _cause("straggler", lag_s, whole_s, line, remedy)
 

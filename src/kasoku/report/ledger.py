@@ -4,6 +4,7 @@ Note: on a GPU. The host's time in the loop is divided among the rows as the dev
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -76,7 +77,7 @@ class Ledger:
         """The contents of ledger.json and timeline.json, of all ranks. Collective: all ranks call it.
 
         `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part;
-        `bounds`: as for `find_bottlenecks`.
+        `bounds`, `last_in`: as for `find_bottlenecks`.
         """
         return documents_of(comm.gather_objects(self.of_rank()), facts, bounds)
 
@@ -121,11 +122,13 @@ def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | Non
     """The contents of ledger.json and timeline.json, of what `Ledger.of_rank` gave on each rank, in rank order."""
     rows = ranks[0]["whole"]
     # of each of the last steps the least wait of any rank, which is the transfer itself
-    least = [min(step) for step in zip(*(reversed(rank["waits"]) for rank in ranks), strict=False)]
-    transfer_s = statistics.fmean(least) if least else None
+    together = [*zip(*(reversed(rank["waits"]) for rank in ranks), strict=False)]
+    transfer_s = statistics.fmean(map(min, together)) if together else None
+    last = Counter(step.index(min(step)) for step in together)  # the rank that the others waited for
+    last_in = [last[rank] / len(together) for rank in range(len(ranks))] if together else []
     blocks = [rank["block_s"] for rank in ranks]
     means = [rank["mean_s"] for rank in ranks]
-    causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, blocks=blocks)
+    causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, blocks=blocks, last_in=last_in)
     ledger = {
         "wall_s": round(sum(rows.values()), 3),
         "rows": rows,
@@ -134,6 +137,7 @@ def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | Non
         "bounds": bounds or {},
         "verdict": [asdict(cause) for cause in causes],
         "ranks": [rank["rows"] for rank in ranks],
+        "last_in": [round(share, 4) for share in last_in],
         "facts": asdict(facts),
     }
     return ledger, {"spans": [span for rank in ranks for span in rank["spans"]]}

@@ -38,7 +38,7 @@ _REFUSED = {"moves_weights": "all ranks would add its jump to the slow weights a
 
 
 @dataclass(frozen=True)
-class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_gradients=True, channels=1):
+class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_gradients=True, channels=1, stale=True):
     """Adds each rank's updates to shared weights and reads fresh weights during the next step.
 
     `job.drain()`, `evaluation()`, `state_dict()` and `close()` are collective: they are sync points, after which all
