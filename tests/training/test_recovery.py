@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.forked import Forked
-from helpers.started import KASOKU, RECIPE, TORCHRUN, clean, ended, kill, largest_difference, options, port, started
+from helpers.started import RECIPE, TORCHRUN, clean, ended, kill, largest_difference, options, port, started
 
 ASYNCHRONOUS = ("techniques=[{use='kasoku.distributed.Asynchronous'}]", "norm_batch=0")
 SAVING = ("save.every_steps=5", "save.keep=99", "epochs=3", "schedule.epochs=3")

@@ -77,7 +77,7 @@ class Ledger:
         """The contents of ledger.json and timeline.json, of all ranks. Collective: all ranks call it.
 
         `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part;
-        `bounds`, `last_in`: as for `find_bottlenecks`.
+        `bounds`: as for `find_bottlenecks`.
         """
         return documents_of(comm.gather_objects(self.of_rank()), facts, bounds)
 
