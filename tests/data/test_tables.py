@@ -4,6 +4,7 @@ import importlib
 import io
 import itertools
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -394,7 +395,13 @@ def test_a_run_is_evaluated_on_a_folder_and_on_files_of_tables(images, tmp_path,
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
     settings = ["--set", "epochs=3", "--set", "data.size=32", "--set", "device.threads=1", "--quiet"]
+    assert main(["train", "--data", "photos-*.parquet", *settings, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"images +│ 36 to train, 12 to test +│", told)  # no share was held out
+    assert told.index("weight decay") < told.index("time")
     assert main(["train", "--data", "photos-*.parquet", *settings, "--out", "run"]) == 0
+    assert main(["export", "run", "--format", "hub"]) == 0
+    assert "cifar_resnet18 on photos\n" in Path("run/hub/README.md").read_text()
     assert json.loads(Path("run/data.json").read_text())["classes"] == list(NAMES[::-1])
     own = evaluate("run")
     assert own.images == 12
