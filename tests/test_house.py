@@ -30,7 +30,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 4940,
     "distributed": 5540,
     "memory": 2070,
-    "tracking": 235,
+    "tracking": 255,
     "config": 1520,
     "tune": 1605,
     "simulate": 1620,
