@@ -98,7 +98,7 @@ def _lookup(dotted: str, path: str) -> Callable[..., Any]:
                 raise
             # timm imports torchvision too
             has = "; ".join(f"{d.name} {d.version}" for d in distributions() if d.name in ("torch", "torchvision"))
-            advice = "install the torchvision built for this torch: of its table of versions, and as +cpu or +cuXXX"
+            advice = "install the torchvision built for this torch: see its version table, with the same +cpu or +cuXXX"
             raise InputError(f'{path} = "{dotted}": {summary(error)} ({has}): {advice}') from error
     else:
         install = f"pip install 'kasoku[{parts[0]}]'" if parts[0] in trust.EXTRAS else "install it"

@@ -155,8 +155,8 @@ def shards(  # noqa: PLR0913
         raise InputError(f"{top}/{damaged}; run `kasoku pack --verify {top}`") from damaged
     test_N = np.array(used_parts(whole.files)[1])[whole.place_N5[:, 0]]
     train, test, undivided = split_off(whole, test_N, validation, seed, top)
-    facts = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, undivided)
-    return Dataset(name, classes, train, test, *facts)
+    rest = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, undivided)
+    return Dataset(name, classes, train, test, *rest)
 
 
 # ---- packs of our own
