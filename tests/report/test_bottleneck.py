@@ -45,6 +45,11 @@ def test_a_cause_is_named_alone(cause: str, steps: list[dict[str, float]], facts
     assert causes(*steps, facts=facts) == [cause]
 
 
+def test_the_remedy_of_lacking_cores_names_a_setting():
+    (found,) = find_bottlenecks([step()], replace(FACTS, starved=0.4))
+    assert found.remedy.endswith("or try --set device.threads=1")
+
+
 def test_ranks_that_are_late_in_turns_are_no_slow_link():
     late = [step(exposed=14), step(exposed=15)]
     assert causes(*late) == ["communication-bound"]

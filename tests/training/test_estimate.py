@@ -130,10 +130,10 @@ def many(photos: Path, each: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = tuple(sorted(map(str, photos.rglob("*.jpg"))))[:3]
     split = Files(names * each, torch.zeros(3 * each, dtype=torch.int64))
 
-    def folder(root: str) -> Dataset:
+    def folder(root: str, size: int) -> Dataset:
         return Dataset("photos", ("a",), split, split, 3, (64, 64), (0.5,) * 3, (0.2,) * 3)
 
-    monkeypatch.setattr("kasoku.config.from_folder.folder", folder)
+    monkeypatch.setattr("kasoku.data.datasets.tables.folder", folder)
     return photos
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from kasoku.core import InputError, Technique
 from kasoku.data import LowResolution
 from kasoku.distributed import Asynchronous, Overlap, Wire
 from kasoku.memory import SavedMemory
-from kasoku.training.run_folder import load_recipe
+from kasoku.training.run_folder import finished, load_recipe
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 SHORT = ["--set", "epochs=3", "--set", "schedule.epochs=3", "--set", "schedule.warmup=1"]
@@ -196,6 +197,8 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, capsys):
             rf"kasoku: {run}: finished: 3 epochs, accuracy \d\d\.\d\d%; to train on: .*epochs=N.*\n", err
         )
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    (run / "result.json").write_text(json.dumps(json.loads((run / "result.json").read_text()) | {"epochs": 1.0}))
+    assert finished(run, replace(load_recipe(run), epochs=1.0)).startswith("finished: 1 epoch, accuracy ")
 
 
 def test_resuming_with_more_epochs_stretches_the_schedule(tmp_path, capsys):

@@ -150,7 +150,7 @@ class TrainArguments(OptionalRecipe):
     out: Path | None = option(metavar="DIR", help="the run folder (default: runs/NAME-N)")
     resume: Path | None = option(metavar="DIR", help="go on with the run in DIR")
     go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
-    data: Path | None = option(metavar="DIR", help="without a recipe: a folder, .csv, .jsonl or .parquet of photos")
+    data: Path | None = option(metavar="DIR", help="photos without a recipe: folder, .csv, .jsonl, .parquet or pattern")
     weights: Path | None = option(metavar="FILE", help="with --data: published weights to start from")
     freeze: int = option(default=0, metavar="K", help="with --weights: do not train the first K blocks")
     members: int = option(default=0, metavar="K", help="train K members of an ensemble")
@@ -316,7 +316,7 @@ class EvaluateArguments(AllowArguments, JsonArguments):
     """The arguments of `kasoku eval`."""
 
     runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
-    data: Path | None = option(metavar="DIR", help="other test images: a folder with one folder a class")
+    data: Path | None = option(metavar="DIR", help="other test images, as train --data takes them")
 
 
 class PredictArguments(AllowArguments, JsonArguments):

@@ -172,7 +172,8 @@ def _card(trained: Trained, facts: Mapping[str, Any]) -> str:
     """The model card of a finished run, with front matter for hubs. Raises InputError without its result."""
     recipe, folder = trained.recipe, trained.path
     library = {"timm": "timm", "huggingface": "transformers"}.get(libraries.library_of(recipe.model), "kasoku")
-    data = Path(str(recipe.data.keys.get("root", ""))).name or recipe.data.use.rpartition(".")[2]
+    data = Path(str(recipe.data.keys.get("root", ""))).name.removesuffix(".parquet").strip("*-_")
+    data = data or recipe.data.use.rpartition(".")[2]
     techniques = ", ".join(type(technique).__name__ for technique in recipe.techniques) or "no techniques"
     try:
         result, known = Result.read(folder), read_json(folder / "environment.json")
@@ -181,6 +182,7 @@ def _card(trained: Trained, facts: Mapping[str, Any]) -> str:
             "network": recipe.model.name,
             "data": f"{data} ({recipe.data.use}), {len(trained.classes)} classes",
             **result.rows(folder),
+            "time in all": f"{result.seconds:.1f} s",
             "machine": ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["gpus"], machine["system"]]),
             "software": ", ".join(f"{name} {version}" for name, version in known["versions"].items()),
             "recipe": f"{recipe.epochs:g} epochs, batch {recipe.batch:,}, {recipe.optimizer.use}, {techniques}",

@@ -134,7 +134,7 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
     from kasoku.data.datasets.folder_index import scanned_once
-    from kasoku.report import print_table
+    from kasoku.report import dry_run, print_table
     from kasoku.training import trainer
     from kasoku.training.run_folder import run_folder
 
@@ -144,7 +144,8 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         trust.allow_beside(arguments.recipe)  # the run's recipe was made from this one
         arguments = replace(arguments, resume=arguments.out, out=None, set=(), members=0, vary=())
     read = partial(_recipe_and_folder, arguments)
-    recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
+    reading = partial(scanned_once, comm, read) if arguments.data else read
+    recipe, folder = start.do("recipe", lambda: run_on_all_ranks(comm, reading))
     folder = comm.broadcast_object(folder)
     check_same(recipe, comm)
     resume = arguments.resume is not None
@@ -164,7 +165,8 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     if resume and not tuned:
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
-    rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
+    rows = dry_run.photo_rows(recipe, training.dataset, training.job.model) if announced else {}
+    rows |= start.do("estimate", partial(_time_row, training)) if announced else {}
     with _advised(folder), run_folder(comm, folder, resume=resume) as run:
         run_on_all_ranks(comm, lambda: _begin(arguments, training, tuned, rows, run) if run else None)
         started, quiet = arguments.started, arguments.quiet
@@ -181,7 +183,7 @@ def _say_once(comm: Comm, line: str) -> None:
 
 def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
     """Prints the recipe, or what it would do; of a folder of photos also how long that would take."""
-    from kasoku.report import dry_run
+    from kasoku.report import dry_run, print_table
     from kasoku.training import trainer
 
     shown: dict[str, Any] = {}
@@ -190,12 +192,15 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
     elif arguments.data and not arguments.show:
         training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
         _say_once(comm, dry_run.remark(recipe, training.dataset, training.outputs))
-        shown = {"data": info_of(training.dataset), "model": training.job.model, "first": _photo_rows(training)}
+        rows = dry_run.photo_rows(recipe, training.dataset, training.job.model)
+        shown = {"data": info_of(training.dataset), "model": training.job.model, "first": rows}
     if comm.rank == 0 and arguments.show:
         print(dumps(recipe), end="")
     elif comm.rank == 0:
         _say_once(comm, schedule_warning(recipe))
         dry_run.preview(recipe, plot=arguments.plot, **shown)
+    if shown and (row := _time_row(training)) and comm.rank == 0:
+        print_table("", row)
     return 0
 
 
@@ -221,12 +226,13 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
     return tuned
 
 
-def _photo_rows(training: Training) -> dict[str, str]:
-    """What was chosen for a folder of photos, and how long that takes. Collective."""
-    from kasoku.report.dry_run import photo_rows
+def _time_row(training: Training) -> dict[str, str]:
+    """How long a training takes. Collective; computes a few steps."""
     from kasoku.training.auto_batch import estimated_s
 
-    return photo_rows(training.recipe, training.dataset, training.job.model, estimated_s(training))
+    seconds = estimated_s(training)
+    unit, unit_s = next((unit for unit in (("s", 1), ("min", 60)) if seconds < 120 * unit[1]), ("h", 3600))
+    return {"time": f"about {max(1, round(seconds / unit_s))} {unit} on this machine, from a few steps"}
 
 
 def _begin(

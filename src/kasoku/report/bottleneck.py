@@ -217,7 +217,7 @@ def _cores(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | No
     threads = facts.threads * facts.processes
     if threads <= facts.cores:
         line = f"{facts.starved:.0%} of the time the main thread was ready and had no core"
-        remedy = "end other processes on this machine, give the training more cores, or decode on fewer threads"
+        remedy = "end other processes on this machine, give the training more cores, or try --set device.threads=1"
         return _cause("CPU-starved", facts.starved * whole_s, whole_s, line, remedy, least=_MIN_STARVED)
     if facts.device != "cpu":
         return None

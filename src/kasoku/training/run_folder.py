@@ -149,7 +149,7 @@ def finished(folder: Path, recipe: Recipe) -> str:
     if not on_target and epochs + epochs / max(1.0, steps) <= recipe.epochs:
         return ""
     more = "evaluate.stop=false" if on_target else f"epochs=N, N above {recipe.epochs:g}"
-    return f"finished: {epochs:g} epochs, accuracy {top1:.2%}; to train on: --set {more}"
+    return f"finished: {epochs:g} epoch{'s' * (epochs != 1)}, accuracy {top1:.2%}; to train on: --set {more}"
 
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:

@@ -130,7 +130,8 @@ class Dataset:
 
     `image_size` is (height, width), to which files are decoded. `mean` and `std` have one number a channel, for pixel
     values / 255: measured for training images in memory, those of ImageNet for files. Training stops if more than the
-    share `max_bad_fraction` of the images, and more than one, cannot be decoded.
+    share `max_bad_fraction` of the images, and more than one, cannot be decoded. `undivided`: all images, where
+    the test split was held out of them; None where the data has a test part.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     max_bad_fraction: float = 0.001
+    undivided: Encoded | None = None
 
     def index(self) -> dict[str, str]:
         """A summary that ranks can compare: classes, a digest of labels and names, the decoder."""

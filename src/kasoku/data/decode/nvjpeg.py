@@ -26,7 +26,7 @@ class Decoding(Technique, stage=Stage.DATA, changes_pixels=True):
     """Decodes the training images on the CPU, or those that nvJPEG takes on the GPU.
 
     Args:
-        by: cpu, or nvjpeg (a CUDA device, and `pip install 'kasoku[nvjpeg]'`).
+        by: cpu, or nvjpeg (a CUDA device, and `pip install '.[nvjpeg]'`).
 
     Saves: CPU time where it is short: most files are only read and resized there.
     Costs: time and memory of the GPU, and the bus to it; nothing decoded is kept; pixels differ by a level or two.
