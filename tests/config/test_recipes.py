@@ -109,6 +109,7 @@ def test_fashion_mnist_learns_from_the_real_files(real_data, tmp_path):
 def test_imagenet_photos_train_from_the_real_folders(real_data, tmp_path):
     """Two steps of the real recipe on real JPEGs, at a small size."""
     settings = ["epochs=0.08", "data.size=64", "schedule.epochs=1", "schedule.warmup=0", "evaluate.batch=200"]
+    settings.append("device.threads=1")
     options = [part for setting in settings for part in ("--set", setting)]
     out = tmp_path / "run"
     root = f"data.root={real_data / 'imagenette224'}"

@@ -38,7 +38,8 @@ from kasoku.training.trained_run import score_runs
 from kasoku.training.trainer import Trainer
 
 SMALL = ("epochs=2", "data.size=32", "device.threads=1", "model={use='kasoku.models.cifarnet', widths=[8, 8]}")
-SHORT = (*SETTINGS, "epochs=0.5")
+HALF = ("epochs=0.5", "schedule.warmup=0")  # of an epoch: 11 updates
+SHORT = (*SETTINGS, *HALF)
 
 
 def members_on(comm: Comm, out: Path, count: int, photos: Path | None = None) -> str | None:
@@ -79,7 +80,7 @@ def test_a_member_of_one_rank_has_the_bits_it_has_alone(on_one_rank, tmp_path):
     assert Threads(2).run(lambda comm: members_on(comm, tmp_path / "two", 3)) == [None, None]
     assert differences(on_one_rank, tmp_path / "two", 3) == [0, 0, 0]
     alone = tmp_path / "alone"
-    assert main(["train", str(RECIPE), *options("epochs=0.5"), "--set", "seed=1", "--quiet", "--out", str(alone)]) == 0
+    assert main(["train", str(RECIPE), *options(*HALF), "--set", "seed=1", "--quiet", "--out", str(alone)]) == 0
     assert largest_difference(alone, tmp_path / "two" / "member-2") == 0
 
 
@@ -296,7 +297,7 @@ def test_continue_begins_members_anew_that_were_not_all_described(killed, tmp_pa
         of_all(training, run, import_folders)
 
     of_all = Training.describe
-    command = ["train", str(RECIPE), *options("epochs=0.5"), "--quiet", "--continue", "--out", str(out)]
+    command = ["train", str(RECIPE), *options(*HALF), "--quiet", "--continue", "--out", str(out)]
     with monkeypatch.context() as patched:
         patched.setattr(Training, "describe", describe)
         assert main([*command, "--members", "3"]) == 130
@@ -313,7 +314,7 @@ def test_continue_begins_members_anew_that_were_not_all_described(killed, tmp_pa
 
 def test_members_are_not_begun_in_another_run_nor_over_fewer_members(on_one_rank, tmp_path, capsys):
     plain, fewer = tmp_path / "plain", shutil.copytree(on_one_rank, tmp_path / "fewer")
-    train = ["train", str(RECIPE), *options("epochs=0.5"), "--quiet"]
+    train = ["train", str(RECIPE), *options(*HALF), "--quiet"]
     assert main([*train, "--out", str(plain)]) == 0
     for member in members_of(fewer):
         cut(member)  # so none of them has a checkpoint
@@ -329,7 +330,7 @@ def test_members_that_are_begun_anew_lose_their_old_metrics(on_one_rank, tmp_pat
     for member in members_of(run):
         cut(member)
     (run / "member-3" / "recipe.toml").unlink()
-    command = ["train", str(RECIPE), *options("epochs=0.5"), "--quiet", "--continue", "--members", "3"]
+    command = ["train", str(RECIPE), *options(*HALF), "--quiet", "--continue", "--members", "3"]
     assert main([*command, "--out", str(run)]) == 0
     for begun, old in zip(paths_of(run, 2), paths_of(on_one_rank, 2), strict=True):
         lines, gone = ((path / "metrics.jsonl").read_text().splitlines() for path in (begun, old))
@@ -353,7 +354,7 @@ def test_an_ensemble_removes_empty_folders_of_a_larger_one(more, tmp_path):
     (out / "member-4" / "data.json").write_text("{}")
     (out / "member-6").mkdir()
     (out / "member-6" / "notes.txt").write_text("of the user")
-    train = ["train", str(RECIPE), *options("epochs=0.5"), "--quiet"]
+    train = ["train", str(RECIPE), *options(*HALF), "--quiet"]
     assert main([*train, "--members", "3", *more, "--out", str(out)]) == 0
     assert sorted(path.name for path in out.glob("member-*")) == ["member-1", "member-2", "member-3", "member-6"]
     shutil.rmtree(out / "member-6")
