@@ -1,7 +1,7 @@
 """Settings that declare what they may be, in the type of their field: `rank: Annotated[int, Range(at_least=1)] = 4`."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, wraps
 from inspect import get_annotations, signature
@@ -23,8 +23,8 @@ class Range:
     def __init__(self, advice: str = "", **limits: float) -> None:
         self.advice, self.limits = advice, limits
 
-    def __contains__(self, value: float | tuple[float, ...]) -> bool:
-        numbers = value if isinstance(value, tuple) else (value,)
+    def __contains__(self, value: float | Sequence[float]) -> bool:
+        numbers = value if isinstance(value, tuple | list) else (value,)
         return all(_LIMITS[name](number, limit) for name, limit in self.limits.items() for number in numbers)
 
     def __str__(self) -> str:

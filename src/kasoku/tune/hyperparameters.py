@@ -203,20 +203,25 @@ def search(
         finally:
             trials.end()
         outcomes = trials.outcomes()
-        done = [run for run in outcomes if run.how == "done"]
-        seconds = [run.result["seconds"] for run in done if run.result["seconds"]]  # from the start of its process
-        best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
-        document = {
-            "trials": len(outcomes),
-            "first": asdict(min(done, key=lambda run: run.trial)) if done else None,
-            "best": asdict(done[0]) if done else None,
-            "seconds_a_trial": mean(seconds) if seconds else None,
-            "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
-        }
-        write_text(plan.folder / "search.json", json.dumps(document, indent=1) + "\n")
+        _write(plan.folder, outcomes)
         if outcomes and not caught and all(run.how.startswith("failed") for run in outcomes):
             raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_REMEDY}")
         return outcomes
+
+
+def _write(folder: Path, outcomes: Sequence[TrialResult]) -> None:
+    """Writes search.json, of trials with the best first."""
+    done = [run for run in outcomes if run.how == "done"]
+    seconds = [run.result["seconds"] for run in done if run.result["seconds"]]  # from the start of its process
+    best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
+    document = {
+        "trials": len(outcomes),
+        "first": asdict(min(done, key=lambda run: run.trial)) if done else None,
+        "best": asdict(done[0]) if done else None,
+        "seconds_a_trial": mean(seconds) if seconds else None,
+        "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
+    }
+    write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
 
 
 class _Trials:
