@@ -6,7 +6,7 @@ The script is this file under torchrun: two gloo ranks of one thread each, a sma
 DataLoader; nothing of kasoku's. Profiled as it is, and with a fault planted that is to cost 15 % of a step: a rank that
 sleeps, a loader that sleeps, and a large gradient that is ready last, so that its all-reduce is not hidden.
 rightly: how many of the four have, in most of the rounds, the cause that was planted, alone, or none. (A core that is
-slowed down from outside for a whole round makes a true straggler of a healthy rank.) planted: for each script and round, the
+slowed down from outside for a whole round makes a healthy rank a straggler.) planted: for each script and round, the
 share of a step that the fault costs by the script's own clock (1 - healthy / planted: a lower bound on what there is to
 find), the share that was found, and the causes. overhead: a step with the profiler's hooks over one without, of a
 quarter of the batch, in pairs of 4 steps in turns within one process of each rank; without hooks it would be 1.
