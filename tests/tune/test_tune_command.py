@@ -49,6 +49,17 @@ def test_a_budget_too_short_gives_the_best_so_far_and_says_so(small, capsys):
     assert "time was over, the best so far" in " ".join(capsys.readouterr().out.split())
 
 
+def test_an_out_that_cannot_be_written_is_refused_before_the_search(small, digits_run, tmp_path, monkeypatch, capsys):
+    asked = planted(monkeypatch, 96)
+    (tmp_path / "file").touch()
+    for out, wrong in ((digits_run, "holds a run, which would be lost"), (tmp_path / "file", "a folder is wanted")):
+        assert main(["tune", str(small), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert wrong in error
+        assert error.count("\n") == 1
+    assert asked == []
+
+
 TUNE = """
 [tune]
 budget = 5
@@ -66,6 +77,9 @@ def test_the_table_tune_has_strategy_and_budget_and_options_override_it(small, m
     assert recipes.load(small).tune == recipes.from_document(tomllib.loads(recipes.dumps(recipes.load(small)))).tune
     assert main(["tune", str(small), "--strategy", "Throughput"]) == 0
     assert asked[2]["strategy"] == Throughput()
+    target = ["--strategy", "GpuUsageMaximize", "--set", "tune.strategy.target=0.8"]
+    assert main(["tune", str(small), *target]) == 0
+    assert asked[3]["strategy"] == GpuUsageMaximize(target=0.8)
 
 
 def test_a_training_with_batch_auto_tunes_as_its_table_says(auto, tmp_path, monkeypatch):

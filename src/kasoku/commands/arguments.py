@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform, get_args, get_type_hints
 
@@ -228,11 +228,11 @@ class TuneArguments(RecipeArguments, JsonArguments):
     if_interrupted: ClassVar[str] = "nothing was changed"
 
     def load(self, *settings: str) -> Recipe:
-        """The recipe; --strategy and --budget are keys of its table [tune]."""
+        """The recipe; --strategy and --budget are keys of its table [tune], and --set changes a strategy's own."""
         use = f"kasoku.tune.{self.strategy}" if self.strategy in STRATEGIES else self.strategy
         strategy = [f'tune.strategy={{use = "{use}"}}'] if use else []
         budget = [] if self.budget is None else [f"tune.budget={self.budget}"]
-        return super().load(*strategy, *budget, *settings)
+        return RecipeArguments.load(replace(self, set=(*strategy, *self.set)), *budget, *settings)
 
 
 class SearchArguments(RecipeArguments):

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -39,6 +40,11 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     sizes = run_on_all_ranks(comm, lambda: _range(arguments.range) if arguments.range else (0, 0))
     recipe = run_on_all_ranks(comm, arguments.load)
     check_same(recipe, comm)
+
+    def create() -> Path | None:
+        return output_folder(arguments.out, arguments.recipe, "tuned") if arguments.out and comm.rank == 0 else None
+
+    folder = run_on_all_ranks(comm, create)  # refused before minutes of search
     # where the recipe does not say how the rates follow the batch, they stay those of its own batch
     known = recipe.reference_batch or read_document(arguments.recipe, arguments.set).get("points")
     fixed = [] if known else [f"reference_batch={recipe.batch}"]
@@ -57,8 +63,8 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
             print(" ".join(f"--set {setting}" for setting in chosen))
             document = tuned.result.as_json()
             arguments.document.update(settings=chosen, **document)
-            if arguments.out:
-                write_text(output_folder(arguments.out, arguments.recipe, "tuned") / "tuning.json", json_text(document))
+            if folder:
+                write_text(folder / "tuning.json", json_text(document))
 
     run_on_all_ranks(comm, report)
     return 0
