@@ -21,6 +21,7 @@ import kasoku
 from helpers.forked import Forked
 from helpers.started import clean, forked
 from kasoku.cli import main
+from kasoku.config.recipe import Recipe
 from kasoku.config.toml import table
 from kasoku.core import InputError, Technique
 from kasoku.data import LowResolution
@@ -325,6 +326,53 @@ def test_settings_removed_since_are_read_or_named(technique, name, did_nothing, 
     assert read(did_nothing) == (technique,)
     with pytest.raises(InputError, match=rf"{name} = .*: an older version wrote it: train anew"):
         read(changed)
+
+
+@pytest.fixture
+def older(digits_run, tmp_path):
+    """Reads the recipe of a run of format 4 with one of its tables replaced."""
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    (run / "manifest.json").unlink()
+    document = tomllib.loads((run / "recipe.toml").read_text())
+
+    def read(name: str, written: object) -> Recipe:
+        text = tomli_w.dumps(document | {name: written})
+        (run / "recipe.toml").write_text(f"# format 4 of kasoku's run folders\n{text}")
+        return load_recipe(run)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "setting", "did_nothing", "changed"),
+    [
+        ("model", "kasoku.models.resnet18", "zero_init_residual", [False, True], None),
+        ("model", "kasoku.models.resnet.cifar_resnet50", "zero_init_residual", [True], None),
+        ("model", "kasoku.models.cifarnet", "activation", ["gelu"], "relu"),
+        ("model", "kasoku.models.cifarnet.cifarnet", "head_scale", [0.0, 0], 0.1),
+        ("optimizer", "kasoku.optim.sgd", "decay_all", [False], True),
+        ("optimizer", "kasoku.optim.fused.adamw", "decay_all", [False], True),
+    ],
+)
+def test_removed_settings_of_networks_and_optimizers_are_read_or_named(name, use, setting, did_nothing, changed, older):
+    for value in did_nothing:
+        assert table(getattr(older(name, {"use": use, setting: value}), name)) == {"use": use}
+    if changed is not None:
+        with pytest.raises(InputError, match=rf"{use}: {setting} = {changed}: an older version wrote it: train anew"):
+            older(name, {"use": use, setting: changed})
+
+
+@pytest.mark.parametrize("name", ["vgg11", "vgg.vgg13_bn", "vgg19_bn"])
+def test_a_run_of_a_vgg_that_was_a_function_of_its_own_is_one_of_the_class(name, older):
+    model = older("model", {"use": f"kasoku.models.{name}", "dropout": 0.1}).model
+    keys = {"depth": int(name.partition("_")[0][-2:]), "batch_norm": name.endswith("_bn"), "dropout": 0.1}
+    assert (model.use, model.keys) == ("kasoku.models.vgg.VGG", keys)
+
+
+def test_a_run_of_low_resolution_with_a_schedule_is_named(older):
+    side = {"use": "kasoku.core.schedule.Constant", "warmup": 10, "start": 0.5}
+    with pytest.raises(InputError, match="LowResolution: side is a schedule: an older version wrote it: train anew"):
+        older("techniques", [{"use": "kasoku.data.augment.growth.LowResolution", "side": side, "multiple": 32}])
 
 
 def test_a_run_of_muon_with_normalize_is_read_and_resumed(tmp_path, capsys):

@@ -83,7 +83,8 @@ def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: 
     Args:
         run: a run folder; several, or the folder of an ensemble: of their mean probabilities.
         data: other test images: a folder with one folder a class, a list (.csv, .jsonl), a .parquet file or
-            a pattern of these. Without a test part, all images are tested.
+            a pattern of these. Without a test part, all images are tested; of a folder
+            with train/ alone, the tenth that a training holds out.
         allow: modules or packages of yours that the run's recipe may name.
 
     Raises:
