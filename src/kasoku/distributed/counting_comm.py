@@ -113,9 +113,10 @@ def stacks() -> dict[str, list[str]]:
     """Where each thread of this process is in the source, the innermost place first; the main thread comes first."""
     frames, places = sys._current_frames(), defaultdict[str, list[str]](list)
     for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread()):
-        for frame, line in islice(traceback.walk_stack(frames.get(thread.ident or 0)), _FRAMES):
-            file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-            places[thread.name].append(f"{file}:{line} {frame.f_code.co_qualname}")
+        if own := frames.get(thread.ident or 0):  # a thread that has just begun has none
+            for frame, line in islice(traceback.walk_stack(own), _FRAMES):
+                file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+                places[thread.name].append(f"{file}:{line} {frame.f_code.co_qualname}")
     return dict(places)
 
 

@@ -28,10 +28,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 class Replay(Technique, vetoes_steps=True, in_sandbox=False):
     """Runs forward and backward of every N-th step twice, and ends the training where their bits differ.
 
-    It finds what defective processors and memory do without an error: a wrong gradient in a checked step; in one, a
-    weight or an optimizer state that changes; on several ranks at the next one, weights or states that differ. One line
-    names step, rank, host and tensor. The loop takes its batches from `job.loader` and its loss from `job.loss`, and
-    the forward draws random numbers from torch's global generators only.
+    It finds what defective processors and memory do without an error. In a checked step it finds a wrong gradient, and
+    a weight or an optimizer state that changes before the update. On several ranks it finds weights and states that
+    differ, at the next check. One line names step, rank, host and tensor. The loop takes its batches from `job.loader`
+    and its loss from `job.loss`, and the forward draws random numbers from torch's global generators only.
 
     Args:
         every: steps from one check to the next, at least 1. The first step is checked, and so are multiples of it.
