@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2070,
     "tracking": 255,
     "config": 1510,
-    "tune": 1530,
+    "tune": 1535,
     "simulate": 1515,
     "report": 2635,
-    "training": 2435,
-    "commands": 2055,
+    "training": 2455,
+    "commands": 2060,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
