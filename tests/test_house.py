@@ -35,8 +35,8 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 1530,
     "simulate": 1515,
     "report": 2635,
-    "training": 2435,
-    "commands": 2055,
+    "training": 2460,
+    "commands": 2060,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
