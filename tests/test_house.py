@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 1535,
     "simulate": 1515,
     "report": 2635,
-    "training": 2455,
+    "training": 2460,
     "commands": 2060,
     "testing": 625,
 }

@@ -253,6 +253,10 @@ def test_photos_without_a_recipe_are_learnt_and_the_recipe_is_written(tmp_path, 
     capsys.readouterr()
     assert main(["eval", str(out), "--data", str(photos)]) == 0
     assert "48 test images" in capsys.readouterr().out  # nothing is set aside for training here
+    coloured_photos(tmp_path / "parts" / "train")
+    assert main(["eval", str(out), "--data", str(tmp_path / "parts")]) == 0
+    assert " 48 test" not in (shown := capsys.readouterr().out), shown
+    assert "6 test images" in shown  # of train/ alone what a training holds out
     assert main(["predict", str(out), str(photos / "colour1" / "3.jpg")]) == 0
     assert "colour1" in capsys.readouterr().out
 

@@ -36,17 +36,18 @@ _FORMAT = "# format 5 of kasoku's run folders: a time below 1 is a share of the 
 _REMEDIES = {"predict": -1, "momentum": -1}
 _FIRST = {"zero_init_residual": None}  # of the first weights alone
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "cifar_resnet18", "cifar_resnet50")
-_REMOVED: dict[str, dict[str, Any]] = {  # settings of older formats: the values that changed nothing; None: any
+# settings of older formats: the values that changed nothing; None: any. A function is named without its modules
+_REMOVED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_RESNETS, _FIRST),
     "sgd": {"decay_all": False},
     "adamw": {"decay_all": False},
     "cifarnet": {"activation": "gelu", "head_scale": 0},
-    "Lookahead": {"power": 0, "epochs": None},
+    "kasoku.optim.averaging.Lookahead": {"power": 0, "epochs": None},
     "muon": {"normalize": True},
-    "LowResolution": {"multiple": None},
-    "SavedMemory": {"bf16": False},
-    "Wire": {"sums": "fp32"},
-    "Asynchronous": {"servers": 0, "remedies": _REMEDIES, "stream": False},
+    "kasoku.data.augment.growth.LowResolution": {"multiple": None},
+    "kasoku.memory.saved_memory.SavedMemory": {"bf16": False},
+    "kasoku.distributed.ddp.compression.Wire": {"sums": "fp32"},
+    "kasoku.distributed.async_sgd.asynchronous.Asynchronous": {"servers": 0, "remedies": _REMEDIES, "stream": False},
 }
 _REMOVED_VGG = re.compile(r"kasoku\.models\.(?:vgg\.)?vgg(11|13|19)(_bn)?")
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
@@ -118,12 +119,12 @@ def _leave_out_removed(thing: Any, file: Path) -> None:
     use = str(thing.get("use")) if isinstance(thing, dict) else ""
     if match := _REMOVED_VGG.fullmatch(use):
         thing |= {"use": "kasoku.models.vgg.VGG", "depth": int(match[1]), "batch_norm": bool(match[2])}
-    kind = use.rpartition(".")[2] if use.startswith("kasoku.") else ""
-    for name, neutral in _REMOVED.get(kind, {}).items():
+    function = re.fullmatch(r"kasoku\.(?:models|optim)\.(?:\w+\.)?([a-z]\w*)", use)
+    for name, neutral in _REMOVED.get(function[1] if function else use, {}).items():
         value = thing.pop(name, neutral)
         if value != neutral and neutral is not None:
             raise InputError(f"{file}: {use}: {name} = {value}: an older version wrote it: train anew")
-    if kind == "LowResolution" and isinstance(thing.get("side"), dict):
+    if use.endswith(".growth.LowResolution") and isinstance(thing.get("side"), dict):
         raise InputError(f"{file}: {use}: side is a schedule: an older version wrote it: train anew")
     for item in thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list) else ():
         _leave_out_removed(item, file)
