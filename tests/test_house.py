@@ -34,7 +34,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "config": 1510,
     "tune": 1530,
     "simulate": 1515,
-    "report": 2635,
+    "report": 2645,
     "training": 2435,
     "commands": 2055,
     "testing": 625,
