@@ -32,6 +32,7 @@ from kasoku.commands.profile import report_script
 from kasoku.core import InputError
 from kasoku.core.torch_internals import at_end_of_backward
 from kasoku.report import Ledger, watch
+from kasoku.report.html import figures
 from kasoku.report.phase_timer import STEP
 from kasoku.report.script_timer import ScriptTimer, follow_script, script_documents
 
@@ -409,6 +410,9 @@ def test_a_rank_keeps_its_number_if_another_left_nothing(
     assert "slowest: rank 2" in shown
     assert [row["rank"] for row in json.loads((tmp_path / "profile.json").read_text())["ranks"]] == [0, 2]
     assert sorted(file.name for file in tmp_path.glob("profile*")) == ["profile-2.json", "profile.json"]
+    pytest.importorskip("plotly")
+    axis = figures.ledger(json.loads((tmp_path / "ledger.json").read_text())).figure.layout.yaxis
+    assert sorted(axis.ticktext) == ["rank 0", "rank 2"]
 
 
 def test_nothing_is_timed_while_a_cuda_graph_is_captured(timers: list[ScriptTimer], monkeypatch: pytest.MonkeyPatch):
