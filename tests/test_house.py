@@ -34,7 +34,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "config": 1510,
     "tune": 1535,
     "simulate": 1515,
-    "report": 2635,
+    "report": 2645,
     "training": 2460,
     "commands": 2060,
     "testing": 625,

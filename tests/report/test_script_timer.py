@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json
+import os
 import re
 import signal
 import subprocess
@@ -27,10 +29,12 @@ from helpers.started import KASOKU, clean
 from helpers.virtual_comm import VirtualClock
 from kasoku.cli import main
 from kasoku.commands.profile import report_script
+from kasoku.core import InputError
 from kasoku.core.torch_internals import at_end_of_backward
 from kasoku.report import Ledger, watch
+from kasoku.report.html import figures
 from kasoku.report.phase_timer import STEP
-from kasoku.report.script_timer import ScriptTimer, script_documents
+from kasoku.report.script_timer import ScriptTimer, follow_script, script_documents
 
 STEP_S = {"input": 0.5, "forward": 1.0, "backward": 2.0, "update": 0.25, "other": 0.125}
 
@@ -384,6 +388,7 @@ def test_planted_causes_are_named_and_a_healthy_script_has_none(
     assert "straggler: rank 1 takes 500 ms longer" in shown
     assert "most of it in forward" in shown
     assert "slowest: rank 1" in shown
+    assert (tmp_path / "profile-1.json").is_file()
     document = json.loads((tmp_path / "profile.json").read_text())
     assert [row["wait_s"] for row in document["ranks"]] == pytest.approx([0.5, 0.0])
     assert len(json.loads((tmp_path / "ledger.json").read_text())["ranks"]) == 2
@@ -392,6 +397,53 @@ def test_planted_causes_are_named_and_a_healthy_script_has_none(
     page = (tmp_path / "report.html").read_text()
     assert "A step of each rank, the mean" in page
     assert "is not as expected" not in page
+
+
+def test_a_rank_keeps_its_number_if_another_left_nothing(
+    timers: list[ScriptTimer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    slow = result_of(timers, rank=2, forward_s=1.5)
+    report_script(tmp_path, [result_of(timers, waits_s=0.5), slow])
+    shown = capsys.readouterr().out
+    assert "straggler: rank 2 takes 500 ms longer" in shown
+    assert "check rank 2's host" in shown
+    assert "slowest: rank 2" in shown
+    assert [row["rank"] for row in json.loads((tmp_path / "profile.json").read_text())["ranks"]] == [0, 2]
+    assert sorted(file.name for file in tmp_path.glob("profile*")) == ["profile-2.json", "profile.json"]
+    pytest.importorskip("plotly")
+    axis = figures.ledger(json.loads((tmp_path / "ledger.json").read_text())).figure.layout.yaxis
+    assert sorted(axis.ticktext) == ["rank 0", "rank 2"]
+
+
+def test_nothing_is_timed_while_a_cuda_graph_is_captured(timers: list[ScriptTimer], monkeypatch: pytest.MonkeyPatch):
+    loop = Loop()
+    timer = started(loop, timers)
+    loop.train(2)
+    marks = [*timer.ledger.steps._marks]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        loop.train(1)
+    assert timer.ledger.steps._marks == marks
+    loop.train(1)
+    assert timer.finish()["steps"] == 4
+
+
+def test_a_process_ends_though_its_profile_cannot_be_written(
+    timers: list[ScriptTimer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(atexit, "register", lambda write: None)
+    monkeypatch.setenv("KASOKU_PROFILE", str(tmp_path / "removed"))
+    loop = Loop()
+    timer = started(loop, timers)
+    monkeypatch.setattr("kasoku.report.script_timer.ScriptTimer", lambda: timer)
+    follow_script()
+    loop.train(2)
+    with pytest.raises(InputError, match="removed"):
+        os._exit(3)
+    assert ended == [3]
 
 
 @pytest.mark.parametrize("others_s", [0.0, 2.0])
@@ -532,8 +584,9 @@ def test_a_signal_goes_through_to_the_script_and_what_it_did_until_then_is_shown
 
 
 @pytest.mark.process
-def test_a_script_without_steps_gets_a_line_and_no_profile(tmp_path: Path):
-    command = [*KASOKU, "profile", "--out", "found", "--", sys.executable, "-c", "print('nothing')"]
+@pytest.mark.parametrize("first", ["", "import sys; sys.modules['kasoku'] = None; import torch; "])
+def test_a_script_without_steps_or_kasoku_gets_a_line_and_no_profile(tmp_path: Path, first: str):
+    command = [*KASOKU, "profile", "--out", "found", "--", sys.executable, "-c", f"{first}print('nothing')"]
     done = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (2, "nothing\n")
     assert "kasoku: profile: no Python process of " in done.stderr

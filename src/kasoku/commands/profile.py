@@ -1,7 +1,7 @@
 """`kasoku profile`: where the time of the steps of a recipe or a script goes, in tables, files and a verdict.
 
-Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds; of rank 0, with a line for each
-rank), profile-1.json, ... of the other ranks, ledger.json and timeline.json as a training writes them (of the profiled
+Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds; of the first rank, with a line for
+each rank), profile-1.json, ... of other ranks, ledger.json and timeline.json as a training writes them (of the profiled
 steps alone), and rank 0's trace.json for chrome://tracing or Perfetto. A script has no blocks, operators and trace.
 """
 
@@ -33,11 +33,13 @@ from kasoku.report.script_timer import script_documents
 from kasoku.training.run_folder import output_folder, unused_folder
 from kasoku.training.trainer import build
 
-_PLUGIN = {  # of torch, which calls the function as the last act of its import
-    "entry_points.txt": "[torch.backends]\nkasoku_profile = kasoku.report.script_timer:follow_script\n",
-    "METADATA": "Metadata-Version: 2.1\nName: kasoku-profile\nVersion: 0\n",
+_PLUGIN = {  # of torch, which calls the function as the last act of its import, and fails if that fails
+    "kasoku_profile-0.dist-info/entry_points.txt": "[torch.backends]\nkasoku_profile = kasoku_profile:follow\n",
+    "kasoku_profile-0.dist-info/METADATA": "Metadata-Version: 2.1\nName: kasoku-profile\nVersion: 0\n",
+    "kasoku_profile.py": "from contextlib import suppress\nfollow = lambda: None\nwith suppress(ImportError):\n"
+    "    from kasoku.report.script_timer import follow_script as follow\n",  # a Python of COMMAND may have no kasoku
 }
-Profiled = tuple[StepProfile, Mapping[str, float], StepFacts]  # of a rank, with its mean step
+Profiled = tuple[int, StepProfile, Mapping[str, float], StepFacts]  # of a rank, with its number and its mean step
 
 
 def run(arguments: ProfileArguments) -> int:
@@ -58,10 +60,9 @@ def run_script(arguments: ScriptArguments) -> int:
     script = next((word for word in command if word.endswith(".py")), command[-1])
     folder = output_folder(arguments.out, Path(script), "profile")
     with TemporaryDirectory() as home:
-        plugin = Path(home) / "kasoku_profile-0.dist-info"
-        plugin.mkdir()
+        (Path(home) / "kasoku_profile-0.dist-info").mkdir()
         for name, text in _PLUGIN.items():
-            write_text(plugin / name, text)
+            write_text(Path(home) / name, text)
         path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
         code = run_processes(command, [{"KASOKU_PROFILE": home, "PYTHONPATH": path}])
         results = sorted(map(read_json, Path(home).glob("*.json")), key=lambda each: (each["rank"], each["steps"]))
@@ -78,7 +79,8 @@ def run_script(arguments: ScriptArguments) -> int:
 
 def report_script(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Writes and prints the profile of a script, of what `ScriptTimer.finish` gave on each rank."""
-    profiles = [(StepProfile([], [], [], [], {}), rank["mean_s"], StepFacts(**rank["facts"])) for rank in ranks]
+    empty = StepProfile([], [], [], [], {})
+    profiles = [(rank["rank"], empty, rank["mean_s"], StepFacts(**rank["facts"])) for rank in ranks]
     _report(folder, profiles, *script_documents(ranks))
 
 
@@ -111,7 +113,7 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     means = ledger.mean_s()
     profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json" if comm.rank == 0 else None)
     job.drain()
-    profiles = comm.gather_objects((profile, means, facts))
+    profiles = comm.gather_objects((comm.rank, profile, means, facts))
     report = partial(_report, folder, profiles, document, timeline)
     arguments.document.update(run_on_all_ranks(comm, lambda: report() if comm.rank == 0 else {}))
     return 0
@@ -119,10 +121,10 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
 
 def _report(folder: Path, profiles: Sequence[Profiled], ledger: Mapping[str, Any], timeline: object) -> dict[str, Any]:
     """Writes the files and prints the tables; returns what --json prints."""
-    first, *others = [asdict(each) for each, _, _ in profiles]
+    first, *others = [asdict(each) for _, each, _, _ in profiles]
     first["ranks"] = _by_rank(profiles)
     documents = {"profile.json": first, "ledger.json": ledger, "timeline.json": timeline}
-    documents |= {f"profile-{i}.json": other for i, other in enumerate(others, 1)}
+    documents |= {f"profile-{rank}.json": other for (rank, *_), other in zip(profiles[1:], others, strict=True)}
     for name, content in documents.items():
         write_text(folder / name, json.dumps(content, indent=1) + "\n")
     step_s: dict[str, float] = ledger["step_s"]
@@ -141,7 +143,7 @@ def _report(folder: Path, profiles: Sequence[Profiled], ledger: Mapping[str, Any
 
 def _by_rank(profiles: Sequence[Profiled]) -> list[dict[str, Any]]:
     """What each rank does in the mean step, in rank order: seconds, the share that its device is idle, the verdict."""
-    transfer_s = min(step["exposed"] for _, step, _ in profiles)  # longer waits are for other ranks
+    transfer_s = min(step["exposed"] for _, _, step, _ in profiles)  # longer waits are for other ranks
     return [
         {
             "rank": rank,
@@ -157,7 +159,7 @@ def _by_rank(profiles: Sequence[Profiled]) -> list[dict[str, Any]]:
             "bottleneck": find_bottlenecks([step], facts, profile.bounds, transfer_s=transfer_s)[0].cause,
             "iterations": [asdict(each) for each in profile.iterations],
         }
-        for rank, (profile, step, facts) in enumerate(profiles)
+        for rank, profile, step, facts in profiles
     ]
 
 
@@ -167,4 +169,4 @@ def _slowest(ranks: Sequence[Mapping[str, Any]]) -> str:
     last = own_s.index(max(own_s))
     more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
     work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
-    return f"slowest: rank {last}, {work}; {ranks[last]['bottleneck']}"
+    return f"slowest: rank {ranks[last]['rank']}, {work}; {ranks[last]['bottleneck']}"

@@ -48,6 +48,7 @@ class StepFacts:
         cores: cores of this host that the process may use.
         processes: ranks that share these cores.
         starved: the share of time in which the main thread was ready to run but had no core.
+        ranks: the numbers of the ranks; None: from 0 on.
     """
 
     device: str
@@ -60,6 +61,7 @@ class StepFacts:
     cores: int = 1
     processes: int = 1
     starved: float = 0.0
+    ranks: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def find_bottlenecks(
         transfer_s = min(step["exposed"] for step in steps)
     candidates = [
         *_of_all_ranks(usual, whole_s, facts, bounds or {}, transfer_s),
-        _straggler(steps, whole_s, blocks, last_in),
+        _straggler(steps, whole_s, blocks, last_in, facts.ranks or range(len(steps))),
         _calls(usual, whole_s, facts),
         _cores(usual, whole_s, facts),
     ]
@@ -154,7 +156,7 @@ def _of_all_ranks(
 
 
 def _straggler(
-    steps: Sequence[Step], whole_s: float, blocks: Sequence[Step], last_in: Sequence[float]
+    steps: Sequence[Step], whole_s: float, blocks: Sequence[Step], last_in: Sequence[float], ranks: Sequence[int]
 ) -> StepBottleneck | None:
     """The rank with the most work of its own; its waits for other ranks do not count."""
     if len(steps) < 2:
@@ -167,10 +169,10 @@ def _straggler(
     row = max(lags, key=lambda row: lags[row])
     waits_s = statistics.median(step["exposed"] for rank, step in enumerate(steps) if rank != last)
     most = f"most of it in {row} ({_ms(lags[row])}){_slow_block(blocks, last, lag_s)}"
-    line = f"rank {last} takes {_ms(lag_s)} longer than the other ranks by its own work, {most}"
+    line = f"rank {ranks[last]} takes {_ms(lag_s)} longer than the other ranks by its own work, {most}"
     line += f"; they wait {_ms(waits_s)} of each step"
     line += f", and it was the last in {last_in[last]:.0%} of the latest" if last_in else ""
-    remedy = f"check rank {last}'s host for other processes, its clock rate and its disk; or leave it out"
+    remedy = f"check rank {ranks[last]}'s host for other processes, its clock rate and its disk; or leave it out"
     return _cause("straggler", lag_s, whole_s, line, remedy)
 
 

@@ -2,7 +2,8 @@
 
 Note: the rows. A step ends with the `step()` of the first optimizer that steps. Forward is the outermost call of a
 module with most of an optimizer's weights, which is looked for at the optimizer's first step. Backward lasts from its
-end to that of `backward()`; after the last gradient DDP waits for its buckets, which is exposed, as collectives are.
+end to that of `backward()`. The time that DDP waits for its buckets after the last gradient counts as exposed; so does
+that of other collectives.
 """
 
 import atexit
@@ -117,7 +118,8 @@ class ScriptTimer:
         self.patches.set(owner, name, wraps(call)(lambda *args, **kw: (timed if self._here() else call)(*args, **kw)))
 
     def _here(self) -> bool:
-        return not torch.compiler.is_compiling() and threading.get_ident() == self._thread
+        mine = not torch.compiler.is_compiling() and threading.get_ident() == self._thread
+        return mine and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
     def _phase(self, kind: str) -> None:
         if self._here():
@@ -207,13 +209,19 @@ def follow_script() -> None:
         if os.getpid() == process and (result := timer.finish()):  # no fork, as the workers of a DataLoader are
             write_text(folder / f"{result['rank']}-{process}.json", json.dumps(result))
 
-    timer.wrap(os, "_exit", lambda leave, code: write() or leave(code))
+    def write_and(leave: Callable[[int], Any], code: int) -> Any:
+        try:
+            write()
+        finally:
+            leave(code)
+
+    timer.wrap(os, "_exit", write_and)
     atexit.register(write)
 
 
 def script_documents(ranks: Sequence[Document]) -> tuple[Document, Document]:
     """The contents of ledger.json and timeline.json, of what `ScriptTimer.finish` gave on each rank."""
-    document, timeline = documents_of(ranks, StepFacts(**ranks[0]["facts"]))
+    document, timeline = documents_of(ranks, StepFacts(**ranks[0]["facts"] | {"ranks": [r["rank"] for r in ranks]}))
     for cause in document["verdict"]:
         cause["remedy"] = _REMEDIES.get(cause["cause"], cause["remedy"])
     return document, timeline
