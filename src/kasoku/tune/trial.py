@@ -109,7 +109,7 @@ class Sandbox:
         self.steps = 0
 
     def close(self) -> None:
-        """Ends the worker processes of the copy."""
+        """Ends the threads that decode for the copy."""
         self.loader.close()
 
     def at(self, batch: int) -> Job:
