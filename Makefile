@@ -2,6 +2,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
+# Python keeps the bytecode of sources and tests: many tests start an interpreter
+unexport PYTHONDONTWRITEBYTECODE
+
+# each worker begins with half of the tests, so that tests of one file share what they set up
+TWO = -n 2 --dist worksteal
 SLOW = process or timing or data or browser or exhaustive or docs or matrix or extras
 
 .PHONY: setup demo test test-rest test-all check docs fuzz bench combining records gpu dist clean
@@ -30,11 +35,11 @@ demo: .venv/base
 
 # the fast tests, and one smoke test of every guarantee whose tests are slow
 test: .venv/dev
-	$(BIN)/python -m pytest -n 2 -m "smoke or not ($(SLOW))"
+	$(BIN)/python -m pytest $(TWO) -m "smoke or not ($(SLOW))"
 
 # what `make test` leaves out; tests that judge times run alone
 test-rest: .venv/dev
-	$(BIN)/python -m pytest -n 2 -m "not smoke and not timing and ($(SLOW))"
+	$(BIN)/python -m pytest $(TWO) -m "not smoke and not timing and ($(SLOW))"
 	$(BIN)/python -m pytest -m "not smoke and timing"
 
 test-all: test test-rest

@@ -1,13 +1,12 @@
 """Is nobody slowed by others, at 48 workers, beside a slow one, over a slow link?
 
-    python benchmarks/asynchronous.py --case emulated48 [--transport gloo] | straggler | slow_link | nodes
+    python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link | nodes
 
 emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.0 M parameters). A step computes by sleeping 1.0 s, with
 10 % log-normal jitter; all else is real: every worker pushes its update to the owners of the weights, which are all
-workers, pulls all parameters each step, and waits for that: through memory that they have in common, as all are of one
-host, or with --transport gloo through sockets of the loopback device. speedup_48: exchanges a second of 48 workers over
-the steps of one, which exchanges with nobody, in the same run; the first steps do not count. speedups: the same for
-each number of workers.
+workers, pulls all parameters each step, and waits for that, by gloo through sockets of the loopback device. speedup_48:
+exchanges a second of 48 workers over the steps of one, which exchanges with nobody, in the same run; the first steps do
+not count. speedups: the same for each number of workers.
 sum_error: how far the weights moved in all, against the sum of what was pushed, relative.
 sync_speedup_48: the same of an all-reduce by Overlap; sleep_at_40: seconds of computing below which the speed-up of 48
 falls under 40, from what the 48 exchange at most (without any sleep).
@@ -49,10 +48,7 @@ from kasoku.models import cnn11
 WARM, STEPS = 2, 12
 JITTER = 0.1
 BESIDE = ("speedup_48", "sync_speedup_48", "exchanges_per_s", "exchange_ms", "cpu_ms")
-CLAIMS = {  # by transport
-    "memory": {"async/48_workers/shared_memory": BESIDE},
-    "gloo": {"async/48_workers/gloo": BESIDE},
-}
+CLAIMS = {"emulated48": {"async/48_workers/gloo": BESIDE}}
 LOST = 1e-4  # of what was pushed, at most: float32 rounds
 MIB = 2**20
 DEFAULTS = {"steps": 0, "batch": 64, "widths": [64, 256, 256]}
@@ -182,7 +178,7 @@ def emulated48(arguments: argparse.Namespace) -> None:
     }
     if not arguments.curve:
         figures |= limits(arguments, model, technique, rates[1])
-    finish("asynchronous_emulated48", {**vars(arguments), "parameters": size}, figures, CLAIMS[arguments.transport])
+    finish("asynchronous_emulated48", {**vars(arguments), "parameters": size}, figures, CLAIMS["emulated48"])
 
 
 def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any, alone: float) -> dict[str, Any]:
@@ -203,7 +199,6 @@ def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link", "nodes"), default="emulated48")
-    parser.add_argument("--transport", choices=sorted(CLAIMS), default="memory", help="emulated48: between workers")
     parser.add_argument("--curve", action="store_true", help="emulated48: nothing but speedups, in half the time")
     parser.add_argument("--wire", choices=sorted(CODECS), default="fp32", help="emulated48")
     parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
@@ -229,8 +224,6 @@ def main() -> int:
     if arguments.case == "emulated48":
         if arguments.steps <= WARM:
             parser.error(f"--steps {arguments.steps}: more than {WARM}, which do not count")
-        if arguments.transport == "gloo":
-            del os.memfd_create  # as on a system without memory that processes share
         emulated48(arguments)
         return 0
     if "RANK" not in os.environ:

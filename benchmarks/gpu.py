@@ -1,7 +1,7 @@
 """What must be seen on a GPU, in one go of at most 8 minutes: `make gpu`. A table last, then one JSON line.
 
 Each check is a process of its own with a limit; one that fails or has no data does not stop the others. CIFAR-10 is
-looked for in $KASOKU_CIFAR10 (the official binary or python format). Without a GPU it says so and exits with 1.
+looked for in $KASOKU_CIFAR10 (the official binary format). Without a GPU it says so and exits with 1.
 
 Published beside ours: airbench94_muon 2.59 s to 94 % on an A100 (training alone, data on the GPU, kernels warm).
 """

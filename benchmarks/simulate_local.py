@@ -88,7 +88,7 @@ def profile(settings: Settings) -> None:
     blocks_s = sum(block.forward_s + block.backward_s for block in profile.blocks)
     update_s = max(0.0, statistics.median(iteration.step_s for iteration in plain) - blocks_s) + carried_s
     put(settings.folder / "profile.json", asdict(profile))
-    put(settings.folder / "ledger.json", {"step_s": {"update": update_s}})
+    put(settings.folder / "ledger.json", {"facts": {"batch": settings.work.batch}, "step_s": {"update": update_s}})
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOOPBACK": "1"}
     pair = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | env | {"RANK": str(i)}) for i in (0, 1)]
     codes = [p.wait() for p in pair]
@@ -154,7 +154,7 @@ def simulated(settings: Settings, hosts: int, mbit: float, *, late: bool) -> tup
     with torch.device("meta"):
         net = model_costs(settings.work.model, settings.work.network(), settings.work.data(0)[0].shape[1:])
     link = json.loads((settings.folder / "link.json").read_text())
-    measured = profiled([f"{settings.folder}:{settings.work.batch}"], net)
+    measured = profiled([str(settings.folder)], net)
     simulator = Simulator(here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, "ring"), 0.0, profile=measured)
     step = simulator.step(hosts, hosts * settings.work.batch)
     course = step.inputs

@@ -5,7 +5,7 @@
 Rows marked "calibrates" give alpha and beta of each GPU: the least squares of the logarithms of simulated over
 published steps, each row simulated as it was run, with its own all-reduces and its own slowest rank. The other rows are
 scored; no constant is fitted to them. Links are data sheets', latencies NCCL's, jitter the law of
-kasoku.simulate.stragglers, fixed before any row was simulated. Gradients are grouped as published: of
+kasoku.simulate.step, fixed before any row was simulated. Gradients are grouped as published: of
 Fujitsu's entry, the groups and the hierarchical all-reduce; the A100 and H100 entries sent one group after backward;
 for NVIDIA's DGX-1 entry it is unknown, and DDP's groups are assumed. For comparison: computing alone with equal ranks,
 and other laws of jitter.

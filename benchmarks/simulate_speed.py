@@ -19,11 +19,12 @@ torch.set_num_threads(1)
 from common import finish, parse, seconds_per_call, spread  # noqa: E402
 from kasoku.distributed import Hierarchical  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
-from kasoku.simulate import Sharing, Simulator, collectives, load, model_costs, stragglers  # noqa: E402
+from kasoku.simulate import Sharing, Simulator, collectives, load, model_costs  # noqa: E402
 from kasoku.simulate.from_recipe import sizes  # noqa: E402
+from kasoku.simulate.step import slowest  # noqa: E402
 
 CLAIMS = {"simulate/speed/step": "step_s", "simulate/speed/sweep": "sweep_s"}
-CACHES = (stragglers.slowest, collectives.link, collectives.gather)  # of a size
+CACHES = (slowest, collectives.link, collectives.gather)  # of a size
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ RANKS = {  # class attribute: when its techniques communicate
     "exchanges_gradients": "`apply` copies rank 0's weights to all ranks; steps and `job.drain()` communicate",
     "groups_span_ranks": "each update communicates, and a forward in which a group of images spans ranks",
     "renews_statistics": "`job.evaluation()` communicates",
-    "vetoes_steps": "each step communicates (one number of each rank)",
+    "vetoes_steps": "each step that it decides on communicates (a few numbers of each rank)",
     "captures_graph": "each step communicates, if the model has a BatchNorm",
     "saves_memory": "beside Overlap, the backward of a large Linear communicates",
 }

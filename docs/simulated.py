@@ -22,7 +22,7 @@ import torch
 from svg import Panel, draw
 
 from kasoku.simulate import ModelCosts, Simulator, load
-from kasoku.simulate.from_recipe import efficiency, sizes
+from kasoku.simulate.from_recipe import sizes
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS.parent / "benchmarks"))
@@ -62,7 +62,8 @@ def scaling(net: ModelCosts) -> None:
     simulators = {name: Simulator(load("abci"), net, way) for name, way in WAYS.items()}
     sweeps = {name: [simulator.step(n, 40 * n) for n in counts] for name, simulator in simulators.items()}
     rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in sweeps.items()}
-    shares = {name: list(zip(counts, efficiency(steps), strict=True)) for name, steps in sweeps.items()}
+    first = {name: steps[0].images_per_s / steps[0].gpus for name, steps in sweeps.items()}
+    shares = {name: [(s.gpus, s.images_per_s / s.gpus / first[name]) for s in steps] for name, steps in sweeps.items()}
     rates["published, [000]"], shares["published, arXiv 1903.12650"] = [(GPUS, 1.73e6)], [(GPUS, 0.77)]
     panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
     draw(DOCS / "simulated_scaling.svg", "ResNet-50 on ABCI, 40 images a GPU", panels, x_label="GPUs", x_log=True)

@@ -1,5 +1,6 @@
 """What all tests share: where the real images are, and the folder of recipes."""
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -30,6 +31,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: no collection of garbage looks at the modules and the tests again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +76,13 @@ def _caches_stay_in_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def _trainings_of_a_worker_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that leave the number to kasoku: with two workers on two cores, a second thread spins and waits."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        monkeypatch.setattr("kasoku.device.select.cores", lambda: 1)
+
+
 @pytest.fixture
 def one_core():
     """On images this small a second thread only waits; for what chooses the number of threads itself."""
@@ -79,10 +97,13 @@ def one_core():
 
 
 @pytest.fixture(autouse=True)
-def _global_random_state_is_put_back():
-    state = torch.get_rng_state()
+def _global_state_is_put_back():
+    """Of random numbers and threads: a training of this process sets as many threads as there are cores."""
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
     yield
     torch.set_rng_state(state)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -10,7 +10,7 @@ import torch
 from kasoku.core import Constant, Linear
 from kasoku.data import Mix
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
-from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, Recalibrate, VirtualRanks
+from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, Recalibrate, Replay, VirtualRanks
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, Lookahead, Rate
 from kasoku.report import Timed
@@ -53,6 +53,7 @@ ROWS = [
     Row(Overlap(Graded(first=1, power=1.5, least_bytes=1000)), neutral=Overlap()),
     Row(Rate(Linear(epochs=12, warmup=1)), neutral=Rate(Constant()), owns_rate=True),
     Row(Recalibrate(images=32)),
+    Row(Replay(every=2), neutral=Replay(every=1)),
     Row(SavedMemory(factor=1, show=False), neutral=SavedMemory(factor=1, lossless=True, show=False)),
     Row(Seeded(seed=3), neutral=Seeded(seed=3)),
     Row(Timed(), neutral=Timed()),

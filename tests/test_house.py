@@ -23,20 +23,20 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2140,
-    "optim": 1120,
-    "models": 970,
+    "core": 2195,
+    "optim": 1115,
+    "models": 885,
     "device": 585,
-    "data": 4970,
-    "distributed": 5910,
+    "data": 4820,
+    "distributed": 5945,
     "memory": 2070,
-    "tracking": 235,
-    "config": 1550,
-    "tune": 1605,
-    "simulate": 1620,
-    "report": 2375,
-    "training": 2690,
-    "commands": 2040,
+    "tracking": 255,
+    "config": 1535,
+    "tune": 1535,
+    "simulate": 1515,
+    "report": 2645,
+    "training": 2700,
+    "commands": 2065,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
@@ -45,9 +45,10 @@ TOO_LARGE = {  # "file" or "file:name": why it stays as it is
 }
 CORE_IMPORTS = {"torch", "safetensors"} | sys.stdlib_module_names
 ENDINGS = ("ning", "ned", "ner", "ing", "ed", "er", "s")
-# documented in spite of the underscore: torch's foreach operations, os._exit, namedtuple._replace and _BatchNorm;
+# documented in spite of the underscore: torch's foreach operations, os._exit, sys._current_frames, namedtuple._replace
+# and _BatchNorm;
 # and Triton's sum of two values, as its interpreter runs no tl.sum inside a kernel
-PRIVATE = re.compile(r"_(?!foreach_|exit$|replace$|BatchNorm$|sum_combine$)[a-zA-Z]")
+PRIVATE = re.compile(r"_(?!foreach_|exit$|current_frames$|replace$|BatchNorm$|sum_combine$)[a-zA-Z]")
 COLLECTIVE_PACKAGES = ("distributed", "training", "tune")
 
 
@@ -101,7 +102,7 @@ def wrong_import(file: Path, name: str) -> str:
         return "" if package != "core" or top in CORE_IMPORTS else "core imports torch and the standard library only"
     other = rest[0] if rest else "__init__"
     if other == package or (other.startswith("_") and not rest[1:]):
-        shared = name in ("kasoku", "kasoku.commands.arguments", "kasoku.commands.options")
+        shared = name in ("kasoku", "kasoku.commands.arguments")
         return "" if package != "commands" or shared else "commands do not import each other"
     if layer_of(other) > layer_of(package):
         return f"{other} lies above {package}"

@@ -1,8 +1,8 @@
 """The command `kasoku`: its verbs, its exit codes, and one line for every error that a user can mend.
 
 Exit codes: 0 done, 1 a fault of kasoku's own, 2 an input that cannot be used or an error in code that it names,
-3 the training diverged, 4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on
-with --resume), 130 interrupted at once.
+3 the training diverged, 4 another rank died or hangs, 5 a device returned wrong bits (Replay), 75 stopped by SIGINT or
+SIGTERM with a checkpoint written (go on with --resume), 130 interrupted at once.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from importlib import import_module
 
 from kasoku import __version__
 from kasoku.commands import arguments as options
-from kasoku.commands.options import CommandArguments, JsonArguments, arguments_of, declare, only_json
+from kasoku.commands.arguments import CommandArguments, JsonArguments, arguments_of, declare, only_json
 
 _LINE = 1200  # letters of a message, at most
 VERBS = {  # verb: (module of kasoku.commands, help)
@@ -105,6 +105,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
                     place_parser = places.add_parser(place, help=place_line)
                     place_parser.set_defaults(function=f"run_{place}")
                     declare(place_parser, getattr(options, f"{place.capitalize()}Arguments"))
+            elif verb == "profile" and "--" in words:
+                subparser.set_defaults(function="run_script")
+                declare(subparser, options.ScriptArguments)
+                words = words[: words.index("--")]
             else:
                 declare(subparser, getattr(options, f"{module.capitalize()}Arguments"))
     return parser.parse_args(words)

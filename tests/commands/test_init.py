@@ -36,7 +36,7 @@ def test_every_key_has_its_line_above_it(here):
                 comment, key, _ = re.split(rf"^(\[+{setting.name}]+|{setting.name} =)", part, maxsplit=1, flags=re.M)
                 assert " ".join(comment.replace("\n#", " ").split()).endswith(setting.line), key
     lines = text.splitlines()
-    assert '# activation = "gelu"' in lines, "settings that the recipe leaves out stand there as comments"
+    assert "# norm_momentum = 0.4" in lines, "settings that the recipe leaves out stand there as comments"
 
 
 @pytest.mark.usefixtures("one_core")

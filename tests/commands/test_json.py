@@ -13,7 +13,7 @@ from PIL import Image
 from helpers.inspected import remember_networks
 from kasoku.cli import VERBS, main
 from kasoku.commands import arguments
-from kasoku.commands.options import JsonArguments
+from kasoku.commands.arguments import JsonArguments
 from kasoku.core.files import json_text
 from kasoku.data import digits
 

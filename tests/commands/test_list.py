@@ -34,7 +34,7 @@ def test_the_settings_of_a_name_are_shown_with_type_default_and_range(shown, nam
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("resnet50", "zero_init_residual"),
+        ("resnet50", '"imagenet" | "cifar"'),
         ("cifar10", "root"),
         ("muon", "table: SGDSettings"),
         ("Cosine", "warmup"),

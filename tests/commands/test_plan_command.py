@@ -217,7 +217,8 @@ def test_no_gpu_takes_more_images_at_once_than_it_surely_holds(
     names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
     blocks = [{"name": name, "forward_s": 1e-4, "backward_s": 2e-4} for name in names]
     (tmp_path / "profile.json").write_text(json.dumps({"blocks": blocks}))
-    planned(tmp_path / "profiled", POINTS, *one, "--profile", f"{tmp_path}:8192")
+    (tmp_path / "ledger.json").write_text('{"facts": {"batch": 8192}}')
+    planned(tmp_path / "profiled", POINTS, *one, "--profile", str(tmp_path))
     (tmp_path / "desk.toml").write_text(DESK.replace("nodes = 4", "nodes = 1").replace("gpus = 2", "gpus = 1"))
     little = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=1024"]
     assert planned(tmp_path / "little", DIGITS, *little)["gpus"] == 1  # more than the file's 512: its images are small

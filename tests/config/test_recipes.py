@@ -61,7 +61,7 @@ def test_a_recipe_trains_two_steps_on_stand_in_data(path, tmp_path, monkeypatch)
     recipe = recipes.load(path, ["batch=20", "evaluate.batch=20", "device.threads=1", *SMALL.get(path.stem, [])])
     source = recipe.data.use.rpartition(".")[2]
     if source == "folder":
-        data = Factory("kasoku.data.folder", {**recipe.data.keys, "root": str(photos(tmp_path / "photos"))})
+        data = Factory("kasoku.data.folder", {**recipe.data.keys, "size": 64, "root": str(photos(tmp_path / "photos"))})
     else:
         made = stand_in(*SHAPES[source], images=60)
 
@@ -95,6 +95,8 @@ def test_fashion_mnist_learns_from_the_real_files(real_data, tmp_path):
         "schedule.epochs=0.25",
         f"data.root={real_data / 'fashion_mnist'}",
         "model.norm_momentum=0.5",
+        "model.widths=[16, 32, 64]",
+        "device.threads=1",
     ]
     options = [part for setting in settings for part in ("--set", setting)]
     out = tmp_path / "run"
@@ -107,6 +109,7 @@ def test_fashion_mnist_learns_from_the_real_files(real_data, tmp_path):
 def test_imagenet_photos_train_from_the_real_folders(real_data, tmp_path):
     """Two steps of the real recipe on real JPEGs, at a small size."""
     settings = ["epochs=0.08", "data.size=64", "schedule.epochs=1", "schedule.warmup=0", "evaluate.batch=200"]
+    settings.append("device.threads=1")
     options = [part for setting in settings for part in ("--set", setting)]
     out = tmp_path / "run"
     root = f"data.root={real_data / 'imagenette224'}"

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -195,3 +196,16 @@ def test_a_table_whose_arguments_fit_keeps_them(use):
     document = {"model": {"use": "kasoku.models.cifarnet", "widths": [8]}}
     override(document, f"model.use={use}")
     assert document == {"model": {"use": use, "widths": [8]}}
+
+
+def test_a_torchvision_of_another_build_is_said_with_both_versions(monkeypatch):
+    def broken(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    versions = {"torch": "0.0+cpu", "torchvision": "1.0+cpu"}
+    found = [SimpleNamespace(name=name, version=version) for name, version in versions.items()]
+    monkeypatch.setattr("kasoku.config.toml.distributions", lambda: found)
+    monkeypatch.setattr("importlib.import_module", broken)
+    line = r"nms does not exist \(torch 0\.0\+cpu; torchvision 1\.0\+cpu\): install the torchvision built for this"
+    with pytest.raises(InputError, match=line):
+        Factory("timm.create_model", {"model_name": "resnet18"})

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 
-from kasoku.core import Checked, InputError, Range
+from kasoku.core import Checked, InputError, Range, checked
 
 
 @dataclass(frozen=True)
@@ -87,3 +87,16 @@ def test_a_range_that_cannot_be_found_is_an_error_of_its_author():
 
     with pytest.raises(NameError, match="Bounds"):
         Local()
+
+
+def test_a_function_refuses_arguments_as_a_class_refuses_settings():
+    @checked
+    def made(count: Annotated[int, Range("of them", at_least=1)], *, kind: Literal["a", "b"] = "a") -> str:
+        return f"{count}{kind}"
+
+    assert (made(1), made(count=2, kind="b"), made.__name__) == ("1a", "2b", "made")
+    for call in (lambda: made(0), lambda: made(count=0)):
+        with pytest.raises(InputError, match="count=0: at least 1; of them"):
+            call()
+    with pytest.raises(InputError, match='kind="c": "a" or "b"'):
+        made(1, kind="c")

@@ -113,7 +113,7 @@ def cifar_body(server, monkeypatch, tmp_path):
     """A small CIFAR-10 in the official layout, published; its archive's bytes."""
     monkeypatch.setattr(cifar, "CIFAR10", made.SMALL10)
     made.write_binary(made.SMALL10, tmp_path / "made")
-    body = packed(lambda tar: tar.add(tmp_path / "made", CIFAR10.folders[0]))
+    body = packed(lambda tar: tar.add(tmp_path / "made", CIFAR10.folder))
     publish(server, monkeypatch, "cifar10", {ARCHIVE: body})
     return body
 
@@ -151,7 +151,7 @@ def test_cifar10_is_unpacked_and_read_by_kasoku(server, cifar_body, tmp_path):
     line = get(server, to)
     assert cifar10(str(to)).train.images_NHWC.shape == (100, 32, 32, 3)
     assert cifar10(str(to)).classes == tuple(made.names(made.SMALL10))
-    assert os.listdir(to) == [CIFAR10.folders[0]]  # neither the archive nor a temporary folder stays
+    assert os.listdir(to) == [CIFAR10.folder]  # neither the archive nor a temporary folder stays
     assert f"--set data.root={to} or KASOKU_DATA={to}" in line
     assert "data.use=kasoku.data.cifar10" in line
     assert "\n" not in line
@@ -214,7 +214,7 @@ def test_only_the_file_that_is_missing_or_wrong_is_downloaded(server, idx_files,
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"?" + b"x" * 20)])
 def test_a_damaged_unpacked_file_is_mended_and_the_users_own_files_stay(server, cifar_body, tmp_path, damage):
     get(server, tmp_path / "data")
-    home = tmp_path / "data" / CIFAR10.folders[0]
+    home = tmp_path / "data" / CIFAR10.folder
     whole = (home / "data_batch_2.bin").read_bytes()
     damage(home / "data_batch_2.bin")
     (home / "notes.txt").write_text("mine")
@@ -233,7 +233,7 @@ def test_an_archive_that_lies_there_already_is_used_and_stays(server, cifar_body
 
 
 def test_a_folder_that_somebody_else_put_there_is_left_alone(server, cifar_body, tmp_path):
-    (tmp_path / CIFAR10.folders[0]).mkdir()
+    (tmp_path / CIFAR10.folder).mkdir()
     with pytest.raises(InputError, match=f"cifar-10-batches-bin: is there, but not from here .*{SUMS}.*move it away"):
         get(server, tmp_path)
     assert server.requests == []
@@ -527,8 +527,8 @@ def test_an_interruption_says_what_stays(monkeypatch, capsys, command, stays):
 
 
 def test_the_table_names_what_the_readers_look_for():
-    assert RELEASES["cifar10"].folder in cifar.CIFAR10.folders
-    assert RELEASES["cifar100"].folder in cifar.CIFAR100.folders
+    assert RELEASES["cifar10"].folder == cifar.CIFAR10.folder
+    assert RELEASES["cifar100"].folder == cifar.CIFAR100.folder
     for name, release in RELEASES.items():
         assert release.address.startswith("http"), name
         assert release.address.endswith("/"), name

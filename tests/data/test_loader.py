@@ -186,7 +186,7 @@ def test_dtype_is_that_of_the_batches(made):
         ("train", 0, 1, "batch=0: at least 1 image"),
         ("test", -1, 1, "batch=-1: at least 1 image"),
         ("train", 100, 3, "batch=100: not a multiple of 3 ranks"),
-        ("val", 10, 1, "split=val: train or test"),
+        ("val", 10, 1, 'split="val": "train" or "test"'),
     ],
 )
 def test_a_wrong_batch_is_one_clear_line(split, batch, size, message):
@@ -372,8 +372,8 @@ class Own:
         return image, index % 3
 
 
-def own(kind, **settings):
-    return replace(digits(), train=Items(Own(kind), **settings), image_size=(16, 16), mean=(0,) * 3, std=(1,) * 3)
+def own(kind):
+    return replace(digits(), train=Items(Own(kind)), image_size=(16, 16), mean=(0,) * 3, std=(1,) * 3)
 
 
 @pytest.mark.parametrize("kind", ["array", "grey", "tensor", "pillow", "bytes"])
@@ -383,16 +383,6 @@ def test_a_data_set_of_the_users_own_is_a_split(kind):
     assert values.shape == (2, 24)
     order_N = order(24, 0, 0)
     torch.testing.assert_close(values, torch.stack([10.0 * order_N, (order_N % 3).float()]))
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("kind", [pytest.param("pillow", marks=pytest.mark.smoke), "bytes"])
-def test_processes_give_the_batches_of_threads(kind):
-    runs = []
-    for settings in ({}, {"processes": 2}):
-        batches = loader(own(kind, **settings), "train", 8, augment=CROPPED)
-        runs.append([*copies(batches), *copies(batches)])
-    assert equal(*runs)
 
 
 @pytest.mark.parametrize(

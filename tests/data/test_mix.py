@@ -9,7 +9,7 @@ from torch import nn
 
 from contracts import Net, make, train, weights
 from contracts import one_thread as one_thread
-from kasoku.core import Comm, Constant, InputError, Job, Threads
+from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.data import LowResolution, Mix, digits, loader
 from kasoku.device import LossScale
 from kasoku.optim import sgd
@@ -241,7 +241,7 @@ def test_images_alone_and_no_images_pass_as_they_are():
 
 
 def test_it_works_beside_shrinking_and_loss_scaling():
-    job = job_on(marked(), BOTH, LowResolution(Constant(warmup=2, start=0.5), multiple=4), LossScale(start=1024.0))
+    job = job_on(marked(), BOTH, LowResolution(4, until=1.0), LossScale(start=1024.0))
     for _ in range(3):
         for x, y in job.loader:
             job.loss(job.model(x), y).backward()

@@ -233,8 +233,8 @@ def test_a_folder_with_something_else_is_left_alone(photos, tmp_path):
         ({"side": -1}, "side=-1: at least 0; 0 keeps images as they are"),
         ({"format": "gif"}, 'format="gif": "jpeg" or "raw"'),
         ({"quality": 0}, "quality=0: at least 1 and at most 100"),
-        ({"shard_bytes": 0}, "shard_bytes=0: 1 or more"),
-        ({"workers": -1}, "workers=-1: 0 or more"),
+        ({"shard_bytes": 0}, "shard_bytes=0: at least 1"),
+        ({"workers": -1}, "workers=-1: at least 0; 0 for one a core"),
     ],
 )
 def test_wrong_settings_are_clear_lines(photos, tmp_path, settings, message):

@@ -11,12 +11,10 @@ from torch import nn
 from contracts import assert_same, through_a_file, train, weights
 from contracts import one_thread as one_thread
 from kasoku.config.toml import parse, table
-from kasoku.core import Constant, InputError, Job, Linear, StepDecay
+from kasoku.core import InputError, Job
 from kasoku.data import LowResolution, digits, loader
 from kasoku.models import cifarnet
 from kasoku.optim import sgd
-
-GROWING = LowResolution(Constant(warmup=2, start=0.5), multiple=2)
 
 
 def sizes(job: Job, epochs: int) -> list[int]:
@@ -43,28 +41,9 @@ def test_images_are_small_until_the_epoch_and_whole_after_it():
     assert seen == [6] * -(-3 * per_epoch // 2) + [8] * (per_epoch // 2)
 
 
-def test_images_grow_by_the_schedule_in_multiples():
-    job = job_on_digits(GROWING)
-    seen = sizes(job, 3)
-    assert seen == sorted(seen)
-    assert seen[0] == 4
-    assert set(seen) == {4, 6, 8}
-    assert seen[:7] == [4] * 7  # below 5/8 of the side until half an epoch
-    assert set(seen[2 * len(job.loader) :]) == {8}
-
-
-def test_a_share_is_of_each_side_and_never_less_than_one_multiple():
-    grown = LowResolution(Linear(epochs=10, end=0.0))
-    assert grown.size(0, (224, 320)) == (224, 320)
-    assert grown.size(5, (224, 320)) == (128, 160)  # 112 and 160
-    assert grown.size(9, (224, 320)) == (32, 32)
-    assert grown.size(20, (224, 320)) == (32, 32)
-    assert grown.size(20, (24, 24)) == (24, 24)
-
-
 def test_it_neither_enlarges_nor_stays_after_close():
     plain = next(iter(loader(digits(), "train", 100)))[0]
-    for settings in ({"side": 8, "until": 9.0}, {"side": 300, "until": 9.0}, {"side": StepDecay(warmup=1, start=2.0)}):
+    for settings in ({"side": 8, "until": 9.0}, {"side": 300, "until": 9.0}):
         job = job_on_digits(LowResolution(**settings))
         assert next(iter(job.loader))[0].equal(plain)
         job.close()
@@ -84,9 +63,8 @@ def test_shrinking_is_antialiased():
     assert 0.15 < x.min() <= x.max() < 0.35
 
 
-@pytest.mark.parametrize("technique", [LowResolution(6, until=1.2), GROWING], ids=["one side", "growing"])
-def test_stopped_and_resumed_is_never_stopped(technique: LowResolution):
-    whole, first, second = (job_on_digits(technique) for _ in range(3))
+def test_stopped_and_resumed_is_never_stopped():
+    whole, first, second = (job_on_digits(LowResolution(6, until=1.2)) for _ in range(3))
     train(whole, 30)
     train(first, 11)
     saved = through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
@@ -96,8 +74,8 @@ def test_stopped_and_resumed_is_never_stopped(technique: LowResolution):
     assert_same(weights(whole), weights(second))
 
 
-def test_a_schedule_of_ones_is_the_identity():
-    plain, neutral = job_on_digits(), job_on_digits(LowResolution(Constant()))
+def test_until_the_start_is_the_identity():
+    plain, neutral = job_on_digits(), job_on_digits(LowResolution(6, until=0))
     for job in (plain, neutral):
         train(job, 20)
     assert_same(weights(plain), weights(neutral))
@@ -108,8 +86,8 @@ class Document:
     technique: LowResolution
 
 
-@pytest.mark.parametrize("technique", [LowResolution(96, until=10.0), GROWING], ids=["one side", "growing"])
-def test_recipe_round_trip(technique: LowResolution):
+def test_recipe_round_trip():
+    technique = LowResolution(96, until=10.0)
     written = tomli_w.dumps(table(Document(technique)))
     assert parse(Document, tomllib.loads(written)) == Document(technique)
 
@@ -117,12 +95,10 @@ def test_recipe_round_trip(technique: LowResolution):
 def test_impossible_settings_are_refused():
     with pytest.raises(InputError, match="side=0"):
         LowResolution(side=0, until=1.0)
-    with pytest.raises(InputError, match="side=96: until when"):
-        LowResolution(side=96)
-    with pytest.raises(InputError, match=r"until=3\.0: only for a side in pixels"):
-        LowResolution(Constant(), until=3.0)
-    with pytest.raises(InputError, match="multiple=0: at least 1; pixels"):
-        LowResolution(Constant(), multiple=0)
+    with pytest.raises(InputError, match=r"until=-1\.0: at least 0; a share of the training, or an epoch"):
+        LowResolution(side=96, until=-1.0)
+    with pytest.raises(InputError, match=r"technique\.until: missing"):
+        parse(Document, tomllib.loads("technique = {side = 96}"))
     with pytest.raises(InputError, match=r"technique\.until = .*a number is wanted"):
         parse(Document, tomllib.loads('technique = {side = 96, until = "later"}'))
 

@@ -4,6 +4,7 @@ import importlib
 import io
 import itertools
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -23,9 +24,11 @@ import pyarrow.parquet as pq
 
 from helpers.photos import coloured_photos
 from helpers.web import serving, web
+from kasoku import evaluate
 from kasoku.cli import main
 from kasoku.core import InputError, Threads
-from kasoku.data import GoneError, folder, hugging_face, loader, parquet, shards
+from kasoku.data import GoneError, find_images, folder, hugging_face, loader, parquet, shards
+from kasoku.data.datasets.tables import read_photos
 from kasoku.data.packs.writer import pack, verify
 from kasoku.data.remote import store as store_module
 from kasoku.testing import SourceContracts, SourceRow
@@ -156,6 +159,8 @@ def test_columns_of_other_names_are_found_by_their_types_or_named(images, tmp_pa
         parquet(plain)
     with pytest.raises(InputError, match=r"no column label, but img, fine: set data\.label$"):
         parquet(plain, image="img")
+    with pytest.raises(InputError, match=r'x\.parquet: data\.image = "imk": no such column; the file has img, fine$'):
+        parquet(root, image="imk")
     assert everything(parquet(plain, image="img", label="fine")) == everything(parquet(root))
 
 
@@ -213,8 +218,11 @@ def test_files_that_are_not_parquet_are_one_line(hub, images, tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match=r"no \.parquet file there"):
         parquet(str(tmp_path / "hub" / "data" / "*.txt"))
-    with pytest.raises(InputError, match=r"none\.parquet: cannot be read \(No such file"):
-        parquet(str(tmp_path / "none.parquet"))
+    nearest = r'^data\.root = ".*/4\.parquet": no such file: did you mean [0-3]\.parquet\?$'
+    with pytest.raises(InputError, match=nearest):
+        parquet(str(tmp_path / "4.parquet"))
+    with pytest.raises(InputError, match=r'^data\.root = ".*/hub/none\.parquet": no such file$'):
+        parquet(str(hub / "none.parquet"))
     with pytest.raises(InputError, match=r"window_bytes=0: at least \d+ for such row groups"):
         parquet(str(hub), window_bytes=0)
     other = schema(FEATURES | {"label": {"names": ["x", "y", "z"], "_type": "ClassLabel"}})
@@ -373,6 +381,56 @@ def test_a_parquet_file_without_a_recipe_is_trained_on(images, tmp_path, monkeyp
     assert main(["init", "photos.parquet"]) == 0
     assert "kasoku.data.parquet" in Path("photos.parquet.toml").read_text()
     assert main(["eval", "run"]) == 0
+
+
+def test_a_run_is_evaluated_on_a_folder_and_on_files_of_tables(images, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    backwards = {"image": FEATURES["image"], "label": {"names": list(NAMES[::-1]), "_type": "ClassLabel"}}
+    for part, samples in (("train", images[:36]), ("test", images[36:])):
+        structs = [{"bytes": data, "path": None} for data, _ in samples]
+        table = pa.table({"image": structs, "label": [2 - label for _, label in samples]}, schema=schema(backwards))
+        write(tmp_path / f"photos-{part}.parquet", (), table=table)
+    for number, (data, label) in enumerate(images[36:]):
+        file = tmp_path / "photos" / NAMES[label] / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    settings = ["--set", "epochs=3", "--set", "data.size=32", "--set", "device.threads=1", "--quiet"]
+    assert main(["train", "--data", "photos-*.parquet", *settings, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"images +│ 36 to train, 12 to test +│", told)  # no share was held out
+    assert told.index("weight decay") < told.index("time")
+    assert main(["train", "--data", "photos-*.parquet", *settings, "--out", "run"]) == 0
+    assert main(["export", "run", "--format", "hub"]) == 0
+    assert "cifar_resnet18 on photos\n" in Path("run/hub/README.md").read_text()
+    assert json.loads(Path("run/data.json").read_text())["classes"] == list(NAMES[::-1])
+    own = evaluate("run")
+    assert own.images == 12
+    assert own.top1 > 1 / 3  # a wrong order of the classes would change it
+    for data in ("photos-test.parquet", "photos-*.parquet", "photos"):
+        scores = evaluate("run", data)
+        assert (scores.images, scores.top1) == (12, own.top1)
+        assert scores.loss == pytest.approx(own.loss, rel=1e-4)
+    assert evaluate("run", "photos-train.parquet").images == 36  # no test part: all of them
+    (tmp_path / "photos" / NAMES[0]).rename(tmp_path / "photos" / "other")
+    assert main(["eval", "run", "--data", "photos"]) == 2
+    assert "other classes than run was trained on (colour0, other): the same class names" in capsys.readouterr().err
+
+
+def test_predict_says_that_tables_are_no_images(tmp_path):
+    with pytest.raises(InputError, match=r"photos\.parquet: no image; give image files, or folders of them"):
+        find_images(tmp_path / "photos.parquet")
+
+
+def test_a_folder_of_photos_beside_tables_names_the_tables(images, tmp_path):
+    write(tmp_path / "photos.parquet", images)
+    for name in ("a", "log"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "0.jpg").write_bytes(images[0][0])
+    instead = rf"log: a class folder with no image .*or did you mean {tmp_path}/\*\.parquet\?"
+    with pytest.raises(InputError, match=instead):
+        read_photos(str(tmp_path))
+    (tmp_path / "a" / "0.jpg").unlink()
+    assert read_photos(str(tmp_path))[0] is parquet
 
 
 # ---- far away

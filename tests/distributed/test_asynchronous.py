@@ -19,7 +19,6 @@ from helpers.ranks import on_processes
 from helpers.timed import compute, timed
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.distributed import Asynchronous, Graded, OneBucket, Overlap, PerLayer
-from kasoku.distributed.async_sgd import shared_memory as segments
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.worker import WorkerGroup
 
@@ -35,22 +34,8 @@ def by_processes(f: Callable[..., Any], *args: Any) -> list[Any]:
     return on_processes(SIZE, f, *args)
 
 
-def by_hosts(f: Callable[..., Any], *args: Any) -> list[Any]:
-    return on_processes(SIZE, _on_two, f, *args)
-
-
-def _on_two(comm: Comm, f: Callable[..., Any], *args: Any) -> Any:
-    segments._system = lambda: (comm.rank > 0,)  # as if the first had a host of its own
-    found = f(comm, *args)
-    assert len(segments.Segments(comm).near) == (comm.rank > 0)
-    return found
-
-
 process = pytest.mark.process
 both = pytest.mark.parametrize("on_ranks", [by_turns, pytest.param(by_processes, marks=process)])
-each_way = pytest.mark.parametrize(
-    "on_ranks", [by_turns, pytest.param(by_processes, marks=process), pytest.param(by_hosts, marks=process)]
-)
 
 
 def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tuple[dict[str, Tensor], Counter[int]]:
@@ -70,17 +55,16 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
     return found
 
 
-@each_way
+@both
 @pytest.mark.parametrize(
     "technique",
     [
         Asynchronous(buckets=GROUPS),
         Asynchronous(buckets=GROUPS, hidden=False, wire="bf16"),
         Asynchronous(buckets=GROUPS, wire="int8"),
-        Asynchronous(buckets=GROUPS, stream=True),
         Asynchronous(buckets=GROUPS, every=3, max_staleness=1, hidden=False, predict=1.0),
     ],
-    ids=["default", "bf16", "int8", "in turn", "predicted"],
+    ids=["default", "bf16", "int8", "predicted"],
 )
 def test_all_ranks_end_with_the_same_weights(on_ranks, technique: Asynchronous):
     ranks = on_ranks(trained, technique)
@@ -182,7 +166,7 @@ def counted(comm: Comm, technique: Technique, *, steps: int = 8, pace: float = 0
     return found
 
 
-@each_way
+@both
 @pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("every", [0, 1, 3])
@@ -193,8 +177,8 @@ def test_the_sum_of_the_updates_applied_is_that_of_those_sent(on_ranks, hidden: 
 
 @both
 @pytest.mark.parametrize("every", [0, 1])
-def test_nothing_is_lost_of_groups_that_take_turns(on_ranks, every: int):
-    for moved, wanted, _ in on_ranks(counted, Asynchronous(buckets=GROUPS, stream=True, every=every)):
+def test_nothing_is_lost_of_many_groups(on_ranks, every: int):
+    for moved, wanted, _ in on_ranks(counted, Asynchronous(buckets=GROUPS, every=every)):
         assert torch.equal(moved, wanted)
 
 

@@ -1,10 +1,13 @@
 """Collectives pass through a CountingComm unchanged, and its counts name the ranks that the others wait for."""
 
+import re
+import threading
+
 import pytest
 import torch
 
 from kasoku.core import Comm, Solo, Threads
-from kasoku.distributed.counting_comm import CountingComm, describe_stragglers
+from kasoku.distributed.counting_comm import CountingComm, describe_stragglers, stacks
 from kasoku.distributed.liveness import Watchdog
 
 
@@ -33,6 +36,29 @@ def test_collectives_pass_through_unchanged_and_are_counted() -> None:
     assert Threads(2).run(act) == [[4.0, 8.0, 12.0, 16.0]] * 2
 
 
+def test_the_places_of_threads_are_seen_from_another_one_the_main_thread_first() -> None:
+    found: dict[str, list[str]] = {}
+    release = threading.Event()
+    sleeper = threading.Thread(target=release.wait, args=(60,), name="a sleeper")
+    sleeper.start()
+
+    def look() -> None:
+        found.update(stacks())
+        release.set()
+
+    def main_waits_here() -> None:
+        threading.Thread(target=look).start()
+        release.wait(60)
+
+    main_waits_here()
+    sleeper.join()
+    assert next(iter(found)) == "MainThread"
+    here = r"distributed/test_counting_comm[.]py:\d+ test_the_places\S*main_waits_here"
+    assert any(re.fullmatch(here, place) for place in found["MainThread"][:6])
+    assert re.match(r".*/threading.py:\d+ \S*wait", found["a sleeper"][0])
+    assert max(map(len, found.values())) <= 24
+
+
 def _report(started: int, waits: str = "", labels: dict[str, str] | None = None) -> dict[str, object]:
     return {"counts": {"": {"started": started, "waits": waits, "labels": labels or {}}}, "rests": False}
 
@@ -56,3 +82,8 @@ def _report(started: int, waits: str = "", labels: dict[str, str] | None = None)
 )
 def test_who_is_behind(told: list[dict[str, object]], line: str) -> None:
     assert describe_stragglers(told, str) == line
+    for report in told:
+        report["stacks"] = {"MainThread": [f"{name}.py:1 {name}" for name in "abcde"], "other": ["z.py:1 z"]}
+    more = describe_stragglers(told, str).removeprefix(line)
+    places = " < ".join(f"{name}.py:1 {name}" for name in "abcd")
+    assert re.fullmatch(rf"; rank [012] is at {places}" if "all wait" not in line else "", more)

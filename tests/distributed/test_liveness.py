@@ -31,6 +31,7 @@ PROMISE_S = 15.0
 LIMIT_S = 60.0  # of what is not promised
 QUICK = Watchdog(beat_s=0.25, dead_s=3.0)
 ADVICE = "again with --continue --out DIR (torchrun --max-restarts N does it by itself)"
+PLACES = r"distributed/counting_comm\.py:\d+ stacks( < distributed/\w+\.py:\d+ [\w.]+){3}"  # ranks share a thread here
 HERE = f"(host {socket.gethostname()}, pid {os.getpid()})"
 
 
@@ -213,7 +214,24 @@ def test_a_rank_that_hangs_is_named_with_the_collective_it_did_not_join(sleeper:
     waiter = 1 if sleeper == 0 else 0
     wanted = f"rank {sleeper} {HERE} has not joined all_reduce #7 of 1000 float32, which rank {waiter} {HERE} waits in"
     for rank in range(4):
-        assert re.fullmatch(rf"no step for [23] s: {re.escape(wanted)}", ranks.only_line(rank))
+        line = rf"no step for [23] s: {re.escape(wanted)}; rank {sleeper} is at {PLACES}"
+        assert re.fullmatch(line, ranks.only_line(rank))
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_the_stacks_of_all_ranks_are_written_once_a_rank_hangs(written: bool, tmp_path: Path) -> None:
+    ranks = Heartbeats(2, Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
+    file = tmp_path / ("hang.txt" if written else "gone/hang.txt")
+    ranks.heartbeats[0].activity.stacks_file = file
+    ranks.step()
+    ranks.run(1.9)
+    assert not file.exists()
+    ranks.run(1.1)
+    for rank in range(2):
+        assert ranks.only_line(rank).endswith(f"; all stacks are in {file}") == written
+    text = file.read_text() if written else ""
+    for rank in range(2 * written):
+        assert re.search(rf"rank {rank} {re.escape(HERE)}, no step for 2[.]\d s\n  MainThread\n    \S+:\d+ \S+\n", text)
 
 
 def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy() -> None:
@@ -255,7 +273,8 @@ def test_a_rank_that_hangs_is_named_while_others_have_made_all_their_steps(at_re
     label = f"all_reduce #{6 + late // 2} of 7 float32 on channel 1 of ranks {late}, {ahead}"
     wanted = f"rank {late} {HERE} has not joined {label}, which rank {ahead} {HERE} has started"
     for rank in range(4):
-        assert re.fullmatch(rf"no step for [234] s: {re.escape(wanted)}", ranks.only_line(rank))
+        line = rf"no step for [234] s: {re.escape(wanted)}; rank {late} is at {PLACES}"
+        assert re.fullmatch(line, ranks.only_line(rank))
 
 
 @pytest.mark.parametrize("steps", [0, 1])  # members that train apart make none that are watched
@@ -338,6 +357,8 @@ def test_64_heartbeats_are_cheap(capsys: pytest.CaptureFixture[str]) -> None:
         assert not lines
         assert a_beat < 0.005
     finally:
+        for heartbeat in heartbeats:
+            heartbeat.end("")
         for heartbeat in reversed(heartbeats):
             heartbeat.close("")
 

@@ -49,7 +49,7 @@ EXCHANGES = {
     "at once, predicted": nodes(hidden=False, predict=1.0),
     "bf16": nodes(wire="bf16", every=1),
     "int8": nodes(wire="int8", hidden=False),
-    "in turn, bounded": nodes(stream=True, max_staleness=1),
+    "bounded": nodes(max_staleness=1),
     "every third": nodes(every=3),
 }
 

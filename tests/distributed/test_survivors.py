@@ -22,18 +22,13 @@ from kasoku.core import InputError, Job
 from kasoku.distributed import AllReduce, Asynchronous, TorchComm
 from kasoku.distributed.async_sgd import parameter_server as shards
 from kasoku.distributed.async_sgd import peers
-from kasoku.distributed.async_sgd import shared_memory as segments
 
 SIZE = 4
 pytestmark = pytest.mark.process
 
 
-def _main(
-    rank: int, port: int, folder: Path, technique: Asynchronous, hosts: int, f: Callable[..., dict[str, Any]]
-) -> None:
+def _main(rank: int, port: int, folder: Path, technique: Asynchronous, f: Callable[..., dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    if hosts > 1:
-        segments._system = tuple
     peers.BEAT_S, peers.DEAD_S = 0.15, 2.0
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE, timeout=timedelta(minutes=10))
@@ -75,8 +70,6 @@ def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]
         exchange = job.kept("asynchronous")
         moved, dead, stale = model.w.detach() - first, dict(exchange.dead), sum(exchange.staleness.values())
         weights = {"w": model.w.detach().clone(), "v": model.v.detach().clone(), "mean": model.mean.clone()}
-        shared = bool(exchange.segments.near) and not exchange.node.rank
-        assert len(exchange.segments._allocated) == shared  # what was shared out before is gone
         job.close()
         return {"weights": weights, "moved": moved, "dead": dead, "updates": stale}
     except InputError as error:
@@ -94,23 +87,17 @@ CASES = {
     "second of a node killed": (3, KILLED, Asynchronous(node=2)),
     "first of a node killed": (0, KILLED, Asynchronous(node=2, hidden=False)),
 }
-NETWORKED = ("first killed", "stopped, bounded", "killed, bf16")  # the others of one host, or all in both ways
 
 
 def _cases() -> Iterator[Any]:
     for name, case in CASES.items():
-        for hosts in (1, SIZE):
-            full = (hosts > 1) != (name in NETWORKED)
-            marks = [pytest.mark.exhaustive] * full + [pytest.mark.smoke] * (name == "killed" and hosts == 1)
-            yield pytest.param(*case, hosts, marks=marks, id=f"{name}, {hosts} hosts")
+        yield pytest.param(*case, marks=[pytest.mark.smoke] * (name == "killed"), id=name)
 
 
-@pytest.mark.parametrize(("victim", "number", "technique", "hosts"), [*_cases()])
-def test_the_others_go_on_and_end_with_equal_weights(
-    victim: int, number: int, technique: Asynchronous, hosts: int, tmp_path: Path
-):
+@pytest.mark.parametrize(("victim", "number", "technique"), [*_cases()])
+def test_the_others_go_on_and_end_with_equal_weights(victim: int, number: int, technique: Asynchronous, tmp_path: Path):
     where = port()
-    ranks = [context.Process(target=_main, args=(r, where, tmp_path, technique, hosts, _trained)) for r in range(SIZE)]
+    ranks = [context.Process(target=_main, args=(r, where, tmp_path, technique, _trained)) for r in range(SIZE)]
     for rank in ranks:
         rank.start()
     node = max(1, technique.node)  # its ranks die together
@@ -204,7 +191,7 @@ def _while_one_sleeps(rank: int, folder: Path, technique: Asynchronous) -> dict[
 def test_an_owner_that_wakes_up_in_an_answer_harms_nobody(technique: Asynchronous, tmp_path: Path):
     where, others = port(), [0, 2, 3]
     ranks = [
-        context.Process(target=_main, args=(r, where, tmp_path, technique, 1, _while_one_sleeps)) for r in range(SIZE)
+        context.Process(target=_main, args=(r, where, tmp_path, technique, _while_one_sleeps)) for r in range(SIZE)
     ]
     for rank in ranks:
         rank.start()

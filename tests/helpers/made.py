@@ -1,8 +1,6 @@
 """Small files in the official formats, for the tests of the sources."""
 
 import gzip
-import io
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -29,17 +27,7 @@ def write_binary(layout, folder):
             label_NB[:, 0] //= 5  # the coarse label comes first
         record_NB = np.concatenate([label_NB, pixels_N3HW.reshape(len(labels_N), -1)], 1)
         record_NB.tofile(folder / f"{stem}.bin")
-    (folder / layout.names[0]).write_text("\n".join(names(layout)) + "\n\n")
-
-
-def write_python(layout, folder):
-    folder.mkdir(parents=True)
-    for stem, pixels_N3HW, labels_N in pixels(layout):
-        flat_NP = pixels_N3HW.reshape(len(labels_N), -1)
-        stored = {b"data": flat_NP, layout.labels_key: labels_N.tolist(), b"filenames": [b"a.png"]}
-        (folder / stem).write_bytes(pickle.dumps(stored, protocol=2))
-    meta = {layout.names[2]: [name.encode() for name in names(layout)], b"num_vis": 3072}
-    (folder / layout.names[1]).write_bytes(pickle.dumps(meta, protocol=2))
+    (folder / layout.names).write_text("\n".join(names(layout)) + "\n\n")
 
 
 def names(layout):
@@ -63,18 +51,6 @@ def write_idx(folder, *, packed):
         for name, array in files.items():
             body = idx_bytes(array)
             (folder / (name + ".gz" * packed)).write_bytes(gzip.compress(body) if packed else body)
-
-
-def hostile_pickle(path):
-    """A pickle that would create the file `path` if it were loaded as pickles are."""
-
-    class Hostile:
-        def __reduce__(self):
-            return open, (str(path), "w")
-
-    out = io.BytesIO()
-    pickle.Pickler(out, protocol=2).dump({b"data": Hostile()})
-    return out.getvalue()
 
 
 def fill(where, count):

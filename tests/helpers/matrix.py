@@ -185,6 +185,7 @@ def watch_before(record: Record) -> None:
     def half(head: nn.Module, _: object) -> None:
         if head.training:
             record.half.add(torch.is_autocast_enabled("cpu"))
+            record.rehearsed |= {job.steps} if job.rehearses else set()
 
     job.around_loader(raw)
     job.before_step(norm)

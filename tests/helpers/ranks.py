@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from helpers.started import port
 from kasoku.core import Comm, Threads
 from kasoku.distributed import TorchComm
 
@@ -19,9 +19,13 @@ LIMIT_S = 60  # of a collective
 # holds at a fork is never let go in the child. So ranks are forked from a server that has imported what they need and
 # has started no thread.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch._dynamo", "kasoku.training.trainer", "kasoku.distributed", "pytest", "hypothesis"]
-)
+context.set_forkserver_preload(["torch._dynamo", "kasoku.commands.train", "kasoku.distributed", "pytest", "hypothesis"])
+
+
+def port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def _rank_main(rank: int, size: int, port: int, f: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:

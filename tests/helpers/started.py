@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file
+
+from helpers.forked import Forked
+from helpers.ranks import port as port
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_cnn_98.toml"
 KASOKU = [sys.executable, "-m", "kasoku"]
@@ -36,12 +38,6 @@ def clean(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER)} | dict(more or {})
 
 
-def port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def ended(command: Sequence[str], environment: Mapping[str, str] | None = None, code: int = 0) -> str:
     """Runs a command to its end, which must have this exit code; its stderr."""
     done = subprocess.run(command, env=clean(environment), capture_output=True, text=True, timeout=300)
@@ -49,17 +45,22 @@ def ended(command: Sequence[str], environment: Mapping[str, str] | None = None, 
     return done.stderr
 
 
-def started(arguments: Sequence[str], size: int) -> list[subprocess.Popen[str]]:
+def forked(arguments: Sequence[str], code: int = 0) -> str:
+    """Runs `kasoku ARGUMENTS` in a forked process, which must have this exit code; its stderr."""
+    process = Forked(arguments, clean())
+    said = process.communicate(timeout=300)
+    assert process.returncode == code, (process.returncode, *said)
+    return said[1]
+
+
+def started(arguments: Sequence[str], size: int) -> list[Forked]:
     """The ranks of `kasoku ARGUMENTS`, as a launcher starts them."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "WORLD_SIZE": str(size)}
     places = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(size)} for i in range(size)]
-    return [
-        subprocess.Popen([*KASOKU, *arguments], env=clean(where | place), stderr=subprocess.PIPE, text=True)
-        for place in places
-    ]
+    return [Forked(arguments, clean(where | place)) for place in places]
 
 
-def wait_for_checkpoints(processes: Sequence[subprocess.Popen[str]], *runs: Path) -> None:
+def wait_for_checkpoints(processes: Sequence[Forked | subprocess.Popen[str]], *runs: Path) -> None:
     """Until each of these runs has a checkpoint; kills the processes if one ends before, or after two minutes."""
     until = time.monotonic() + 120
     while not all(list(run.glob("checkpoints/step-*")) for run in runs):
@@ -69,7 +70,7 @@ def wait_for_checkpoints(processes: Sequence[subprocess.Popen[str]], *runs: Path
         time.sleep(0.005)
 
 
-def stop_by_sigterm(ranks: Sequence[subprocess.Popen[str]], run: Path, *signalled: int) -> None:
+def stop_by_sigterm(ranks: Sequence[Forked], run: Path, *signalled: int) -> None:
     """Sends SIGTERM to some ranks: all must then end with code 75, and rank 0 alone says how to go on."""
     try:
         for rank in signalled:
@@ -82,7 +83,7 @@ def stop_by_sigterm(ranks: Sequence[subprocess.Popen[str]], run: Path, *signalle
     assert not any("kasoku" in text for text in said[1:])
 
 
-def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+def kill(processes: Sequence[Forked | subprocess.Popen[str]]) -> None:
     for process in processes:
         process.kill()
 

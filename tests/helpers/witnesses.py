@@ -37,7 +37,7 @@ from kasoku.data import Augment, Dataset, Decoding, GrowBatch, LowResolution, Mi
 from kasoku.data.datasets.base import Memory
 from kasoku.data.decode import nvjpeg
 from kasoku.device import Autocast, ChannelsLast, Compile, Graphs, LossScale, Seeded
-from kasoku.distributed import AllReduce, Asynchronous, Overlap, PerLayer, Recalibrate, VirtualRanks
+from kasoku.distributed import AllReduce, Asynchronous, Overlap, PerLayer, Recalibrate, Replay, VirtualRanks
 from kasoku.memory import SavedMemory
 from kasoku.models import Pretrained
 from kasoku.optim import EMA, Clip, Lookahead, Rate
@@ -116,6 +116,7 @@ class Record:
     mixed: list[bool] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)  # of torch's random state in each forward
     half: set[bool] = field(default_factory=set)  # autocast in each forward
+    rehearsed: set[int] = field(default_factory=set)  # steps with forwards that are not the loop's
     rates: list[tuple[float, float]] = field(default_factory=list)  # progress, rate after each step
     accumulate: list[int] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of all gradients as the optimizer gets them
@@ -308,6 +309,11 @@ def recalibrate(record: Record) -> str:
     return acted(not same, "evaluated with the running statistics of the training")
 
 
+def replay(record: Record) -> str:
+    wanted = {*range(0, record.job.steps, 2)}
+    return acted(record.rehearsed == wanted, f"forwards beside those of the loop in steps {record.rehearsed}")
+
+
 def saved_memory(record: Record) -> str:
     half = True in record.half
     later = zip(record.kept_bytes, record.shapes[1:], strict=True)  # in the first forward it inspects the network
@@ -426,6 +432,7 @@ MEMBERS = [
     Member(Pretrained("of a file", freeze=1), "a first block as in the file", pretrained),
     Member(RATE, "the schedule's rate after every step", rate),
     Member(Recalibrate(images=32), "other running statistics in the evaluation", recalibrate),
+    Member(Replay(every=2), "a second forward in every second step, none in the others", replay),
     Member(
         SavedMemory(factor=1.4),
         "fewer bytes kept than by autograd, gradients freed in backward",

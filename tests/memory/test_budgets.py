@@ -23,7 +23,7 @@ from kasoku.optim import sgd
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "bottlenecks":
-        return ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False)
+        return ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet")
     return plain_chain() if name == "chain" else blocks(Bottleneck)
 
 

@@ -151,7 +151,7 @@ def forced(units, setting, *, over=True):
 
 def blocks(kind=BasicBlock) -> ResNet:
     torch.manual_seed(0)
-    return ResNet(kind, (2, 1, 1, 1), 4, 3, "imagenet", False)
+    return ResNet(kind, (2, 1, 1, 1), 4, 3, "imagenet")
 
 
 def still(model: nn.Module) -> nn.Module:

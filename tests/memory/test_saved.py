@@ -53,8 +53,8 @@ NETWORKS = {
     "chain": (plain_chain, 16),
     "vgg": (lambda: VGG(11, 4, 3, head="cifar"), 32),
     "vgg with norms": (lambda: VGG(11, 4, 3, head="cifar", batch_norm=True), 32),
-    "basic blocks": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar", False), 16),
-    "bottlenecks": (lambda: ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False), 48),
+    "basic blocks": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar"), 16),
+    "bottlenecks": (lambda: ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet"), 48),
     "gelu": (lambda: models.cifarnet(4), 32),
     "odd sizes": (plain_chain, 19),
     "frozen": (lambda: unusual(freeze), 16),
@@ -63,7 +63,7 @@ NETWORKS = {
     "shared weights": (lambda: unusual(share), 16),
     "activations in place": (lambda: unusual(in_place), 16),
     "windows of 289 places": (lambda: unusual(large_windows), 16),
-    "maps of one pixel": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar", False), 8),
+    "maps of one pixel": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar"), 8),
 }
 
 

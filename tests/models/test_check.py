@@ -98,4 +98,4 @@ def test_the_check_changes_neither_the_model_nor_the_random_state(training):
 
 def test_a_wide_image_is_checked_in_both_directions():
     with pytest.raises(InputError, match=re.escape("3x20x200")):
-        models.check_fits(on_meta("vgg11"), (3, 20, 200), "vgg11")
+        models.check_fits(on_meta("vgg16"), (3, 20, 200), "vgg16")

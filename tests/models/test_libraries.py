@@ -216,7 +216,7 @@ def test_a_library_network_is_simulated_and_profiled(name, recipe_of, tmp_path, 
                 "--gpus",
                 "1",
                 "--profile",
-                f"{out}:8",
+                str(out),
                 "--out",
                 str(tmp_path / "s"),
             ]
@@ -341,3 +341,10 @@ def test_a_wrong_name_or_size_of_a_library_is_one_line(model, line, recipe_of, t
     assert re.search(line, err), err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("timm", "NAME"), ("convnext_atto", "convnext_atto")])
+def test_list_says_how_a_network_of_timm_is_named(name, wanted, capsys):
+    assert main(["list", name]) == 2
+    line = f'"{name}": not of kasoku but of timm: in a recipe write model = '
+    assert f'{line}{{use = "timm.create_model", model_name = "{wanted}"}}' in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_code_in_a_pickle_is_refused_and_does_not_run(tmp_path, state, writer):
     ("name", "blocks"),
     [
         ("resnet50", ["conv1+bn1", "layer1", "layer2", "layer3", "layer4"]),
-        ("vgg11", ["features.0", "features.3", "features.6+features.8", "features.11+features.13"]),
+        ("vgg16", ["features.0+features.2", "features.5+features.7", "features.10+features.12+features.14"]),
         ("alexnet", ["features.0", "features.3", "features.6+features.8+features.10"]),
         ("cnn11", ["features.0+features.1", "features.4+features.5+features.7+features.8"]),
         ("cifarnet", ["whitening", "group1", "group2", "group3"]),
@@ -158,7 +158,7 @@ def pickled(model):
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, pickled])
 def test_frozen_blocks_keep_weights_and_statistics_in_training(copied):
     torch.manual_seed(0)
-    model = ResNet(BasicBlock, (1, 1, 1, 1), 2, 3, stem="imagenet", zero_init_residual=False)
+    model = ResNet(BasicBlock, (1, 1, 1, 1), 2, 3, stem="imagenet")
     models.freeze(model, 2)
     model = copied(model).train()
     before = copy.deepcopy(model.state_dict())

@@ -272,9 +272,9 @@ def test_lars_takes_its_settings_from_a_recipe():
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        (lambda: lars(Net(), lr=-1), "lr=-1: must be at least 0"),
-        (lambda: lars(Net(), weight_decay=-1e-4), "weight_decay=-0.0001: must be at least 0"),
-        (lambda: lars(Net(), momentum=1), "momentum=1: must be at least 0 and below 1"),
+        (lambda: lars(Net(), lr=-1), "lr=-1: at least 0"),
+        (lambda: lars(Net(), weight_decay=-1e-4), "weight_decay=-0.0001: at least 0"),
+        (lambda: lars(Net(), momentum=1), "momentum=1: at least 0 and below 1"),
         (lambda: lars(Net(), momentum=0, nesterov=True), "nesterov=true with momentum=0"),
         (lambda: lars(Net().requires_grad_(False)), "Net has no parameter with requires_grad=True"),
         (lambda: Trust(eta=-1), "eta=-1: at least 0"),

@@ -45,6 +45,11 @@ def test_a_cause_is_named_alone(cause: str, steps: list[dict[str, float]], facts
     assert causes(*steps, facts=facts) == [cause]
 
 
+def test_the_remedy_of_lacking_cores_names_a_setting():
+    (found,) = find_bottlenecks([step()], replace(FACTS, starved=0.4))
+    assert found.remedy.endswith("or try --set device.threads=1")
+
+
 def test_ranks_that_are_late_in_turns_are_no_slow_link():
     late = [step(exposed=14), step(exposed=15)]
     assert causes(*late) == ["communication-bound"]
@@ -68,13 +73,14 @@ def test_a_loop_that_does_other_things_is_named():
 
 
 def test_a_straggler_is_told_apart_from_slow_links_by_what_it_does_itself():
-    (cause,) = find_bottlenecks(
-        [step(exposed=25), step(exposed=24), step(backward=36, exposed=0.5), step(exposed=25)], FACTS
-    )
+    steps = [step(exposed=25), step(exposed=24), step(backward=36, exposed=0.5), step(exposed=25)]
+    (cause,) = find_bottlenecks(steps, FACTS)
     assert cause.cause == "straggler"
     assert "rank 2 takes 24 ms longer" in cause.line
     assert "backward (24 ms)" in cause.line
-    assert "they wait 25 ms" in cause.line
+    assert cause.line.endswith("they wait 25 ms of each step")
+    (cause,) = find_bottlenecks(steps, FACTS, last_in=[0.02, 0.01, 0.97, 0])
+    assert cause.line.endswith("they wait 25 ms of each step, and it was the last in 97% of the latest")
 
 
 def test_the_costliest_cause_comes_first_and_shares_are_of_a_step():

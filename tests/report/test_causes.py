@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -97,6 +98,7 @@ def assert_rank_1_is_named(causes: list[dict]) -> None:
     assert "most of it in backward" in causes[0]["line"]
     assert "of all blocks most in 14 (" in causes[0]["line"]
     assert causes[0]["share"] > 0.3
+    assert re.search(r", and it was the last in (9\d|100)% of the latest$", causes[0]["line"])
 
 
 @pytest.mark.process

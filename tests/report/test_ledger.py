@@ -154,6 +154,8 @@ def test_a_resumed_training_goes_on_with_the_rows_of_its_earlier_parts():
     assert ledger.rows()["forward"] == 102
     assert sum(ledger.rows().values()) == 108 + clock.now()
     assert ledger.mean_s()["forward"] == 1
+    clock.advance(1000)  # after the last step, which no step takes
+    assert ledger.mean_s()["other"] == 0
 
 
 def train_virtually(job: Job) -> None:
@@ -206,6 +208,20 @@ def test_the_rows_of_all_ranks_are_told_and_waiting_for_others_is_seen():
     assert waits
     assert all(span["stream"] == "compute" and span["bytes"] > 0 for span in waits)
     assert all(rows["exposed"] > 0 for rows in ledger["ranks"])
+
+
+def test_the_share_of_steps_in_which_a_rank_was_the_last_is_told():
+    waits_s = [[0.1, 3.0, 3.0, 3.0, 0.1], [0.0, 0.0, 0.0, 2.0]]  # the first step of rank 0 was another one
+
+    def rank(comm: Comm) -> dict:
+        job = make(AllReduce(), Timed(), comm=comm)
+        train(job, 2)
+        ledger = Ledger(job.trace, started=job.clock.now())
+        ledger.steps.rows.extend(dict.fromkeys(STEP, 0.0) | {"exposed": s} for s in waits_s[comm.rank])
+        return ledger.document(comm, FACTS)[0]
+
+    for ledger in Threads(2).run(rank):
+        assert ledger["last_in"] == [0.25, 0.75]
 
 
 def test_transfers_hidden_behind_computing_are_on_the_link_of_the_timeline():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from contracts import Batches, Net, rule
 from contracts import one_thread as one_thread
-from helpers.started import KASOKU, clean
+from helpers.forked import Forked
+from helpers.started import clean
 from helpers.tuning import SMALL
 from kasoku.cli import main
 from kasoku.commands.profile import ProfileArguments, _recipe, run
@@ -222,12 +222,12 @@ def test_two_ranks_are_profiled_together_and_the_slowest_is_named(tmp_path: Path
     (tmp_path / "late_nets.py").write_text(LATE)
     recipe, out = tmp_path / "late.toml", tmp_path / "found"
     recipe.write_text(SMALL.replace('"kasoku.models.cifarnet", widths = [8, 16]', '"late_nets.late"'))
-    command = [*KASOKU, "profile", str(recipe), "--steps", "3", "--ranks", "2", "--out", str(out)]
-    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"│ 0 +│ +[\d.]+ │ +[\d.]+ │", done.stdout), done.stdout
-    assert "slowest: rank 1, " in done.stdout
-    assert "straggler: rank 1 takes" in done.stdout
+    process = Forked(["profile", str(recipe), "--steps", "3", "--ranks", "2", "--out", str(out)], clean())
+    shown, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert re.search(r"│ 0 +│ +[\d.]+ │ +[\d.]+ │", shown), shown
+    assert "slowest: rank 1, " in shown
+    assert "straggler: rank 1 takes" in shown
     profiles = [json.loads((out / f"profile{i}.json").read_text()) for i in ("", "-1")]
     assert all(profile["blocks"] and profile["iterations"] for profile in profiles)
     first, second = profiles[0]["ranks"]

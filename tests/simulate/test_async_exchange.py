@@ -1,8 +1,7 @@
-"""Exchanges of ranks at their own pace: closed forms, full links, the engine's groups, a timeline that adds up."""
+"""Exchanges of ranks at their own pace: closed forms, full links, the engine's groups."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +18,6 @@ from kasoku.distributed import Asynchronous, Fixed, Graded, PerLayer, Planned, P
 from kasoku.models import cifar_resnet18, cifarnet
 from kasoku.optim import sgd
 from kasoku.simulate import ModelCosts, Sharing, Simulator, model_costs
-from kasoku.simulate import async_exchange as apart
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
 from kasoku.simulate.step import SimulatedStep
@@ -48,18 +46,20 @@ def stepped(pace: Asynchronous, cluster: Cluster | None = None, spread: float = 
 @pytest.mark.parametrize("p", [2, 3, 48])
 def test_an_exchange_between_nodes_takes_its_closed_form(p: int) -> None:
     n = 51e6
-    assert apart.link(ideal(p), p).seconds(n) == pytest.approx(2 * (START + A) + 2 * (p - 1) / p * n / B, rel=1e-12)
+    assert allreduce.exchange_link(ideal(p), p).seconds(n) == pytest.approx(
+        2 * (START + A) + 2 * (p - 1) / p * n / B, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("g", [2, 8])
 def test_an_exchange_within_a_node_takes_its_closed_form(g: int) -> None:
     n = 51e6
     expected = 2 * (START + A_IN) + 2 * (g - 1) / g * n / B_IN
-    assert apart.link(ideal(2, g), g).seconds(n) == pytest.approx(expected, rel=1e-12)
+    assert allreduce.exchange_link(ideal(2, g), g).seconds(n) == pytest.approx(expected, rel=1e-12)
 
 
 def test_one_gpu_exchanges_nothing() -> None:
-    assert apart.link(ideal(2), 1).seconds(1e9) == 0
+    assert allreduce.exchange_link(ideal(2), 1).seconds(1e9) == 0
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,13 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
     assert max(busy_s.values()) == pytest.approx(took, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "every", "stream", "wire"), covering([True, False], [1, 2, 3], [False, True], ["fp32", "bf16"])
-)
-def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, stream: bool, wire: Any) -> None:
-    step = stepped(Asynchronous(hidden=hidden, every=every, stream=stream, wire=wire))
+@pytest.mark.parametrize(("hidden", "every", "wire"), covering([True, False], [1, 2, 3], ["fp32", "bf16"]))
+def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, wire: Any) -> None:
+    step = stepped(Asynchronous(hidden=hidden, every=every, wire=wire))
     groups = len(step.inputs.plan.buckets)
     elements = sum(t.elements for t in small().tensors)
     assert elements == sum(p.stop - p.start for p in step.inputs.plan.order)
-    whole = groups * 2 * (START + A) + 2 * 7 / 8 * elements * (4 if wire == "fp32" else 2) / B
-    exchange = whole / groups if stream else whole
+    exchange = groups * 2 * (START + A) + 2 * 7 / 8 * elements * (4 if wire == "fp32" else 2) / B
     shown = max(0.0, exchange - every * step.compute_s) / every if hidden else exchange / every
     assert step.exposed_s == pytest.approx(shown, rel=1e-12, abs=1e-12)
     assert step.link_s == pytest.approx(exchange / every, rel=1e-12)
@@ -114,35 +111,10 @@ def test_some_exchanges_show_and_some_are_hidden_altogether() -> None:
     assert stepped(Asynchronous(every=1, hidden=False)).exposed_s > once.exposed_s
 
 
-@pytest.mark.parametrize(
-    ("hidden", "every", "stream", "slower"), covering([True, False], [1, 2, 3], [False, True], [1, 2, 4, 20])
-)
-def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, stream: bool, slower: int) -> None:
-    cluster = ideal(8, slower=slower)
-    step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every, stream=stream), cluster)
-    steps = every * (len(step.inputs.plan.buckets) if stream else 1)
-    drawn = step.inputs.forecast(timeline=True).spans
-    computing = [s for s in drawn if s.kind != "transfer"]
-    assert all(a.stop == pytest.approx(b.start, abs=1e-12) for a, b in itertools.pairwise(computing))
-    assert computing[0].start == pytest.approx(0.0, abs=1e-12)
-    assert computing[-1].stop == pytest.approx(steps * step.step_s, rel=1e-9)
-    exposed = sum(s.stop - s.start for s in drawn if s.kind == "exposed")
-    assert exposed == pytest.approx(steps * step.exposed_s, rel=1e-9, abs=1e-12)
-    sent = [s for s in drawn if s.kind == "transfer"]
-    assert sum(s.stop - s.start for s in sent) == pytest.approx(steps * step.link_s, rel=1e-9)
-    assert all(a.stop <= b.start + 1e-12 for a, b in itertools.pairwise(sent))
-    assert [s.bytes for s in sent] == [round(size) for size in step.inputs.sizes()]
-    first = next(s for s in computing if s.kind == ("forward" if hidden else "exposed"))
-    assert sent[0].start >= first.start  # after the update that is sent
-    if hidden and not stream:
-        assert sent[0].start == first.start  # beside the next forward
-
-
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("slower", [1, 4, 20, 1000])
-def test_a_rank_makes_as_many_steps_as_an_exchange_lasts(stream: bool, slower: int) -> None:
+def test_a_rank_makes_as_many_steps_as_an_exchange_lasts(slower: int) -> None:
     cluster = ideal(8, slower=slower)
-    pace = Asynchronous(buckets=Fixed(2**23), stream=stream)
+    pace = Asynchronous(buckets=Fixed(2**23))
     once = stepped(replace(pace, every=1), cluster)
     exchange_s = once.link_s / once.compute_s
     steps = min(16, max(1, math.ceil(exchange_s)))
@@ -150,10 +122,6 @@ def test_a_rank_makes_as_many_steps_as_an_exchange_lasts(stream: bool, slower: i
     assert found.step_s == pytest.approx(stepped(replace(pace, every=steps), cluster).step_s, rel=1e-12)
     assert (found.exposed_s == 0) == (exchange_s <= 16)
     assert stepped(replace(pace, hidden=False), cluster).link_s == pytest.approx(once.link_s, rel=1e-12)
-
-
-def test_a_timeline_of_very_many_steps_stays_small() -> None:
-    assert len(stepped(Asynchronous(every=100_000)).inputs.forecast(timeline=True).spans) < 10_000
 
 
 def test_nobody_waits_for_the_slowest_unless_there_is_a_bound() -> None:

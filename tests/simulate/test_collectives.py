@@ -49,11 +49,10 @@ def test_two_trees_take_their_closed_form(p: int) -> None:
 
 @pytest.mark.parametrize("p", [6, 10, 100])
 def test_who_passes_on_in_one_tree_is_a_leaf_of_the_other(p: int) -> None:
-    passes = [set(), set()]  # type: list[set[int]]
-    for shift in (0, 1):
-        passes[shift] = {(parent + shift) % p for _, parent in allreduce._edges(p)}
-    assert not passes[0] & passes[1]
-    assert len(dict(allreduce._edges(p))) == p - 1  # all but the root have a parent
+    up = [(child, parent) for child, parent, _ in allreduce.two_trees(range(p), 1.0)][::2]
+    first, second = dict(up[::2]), dict(up[1::2])
+    assert not {*first.values()} & {*second.values()}
+    assert len(first) == len(second) == p - 1  # all but the root have a parent
 
 
 @pytest.mark.parametrize(("nodes", "g"), [(2, 4), (8, 4), (5, 8)])

@@ -131,11 +131,16 @@ def test_a_share_in_parts_hides_communication_behind_the_last_part() -> None:
     assert whole.exposed_s == pytest.approx(part.exposed_s)
 
 
+def profile(blocks: dict[str, tuple[float, float]], **more: float) -> MeasuredTimes:
+    """Of steps of 8 images."""
+    return MeasuredTimes((8,), {name: ((0, f / 8), (0, b / 8)) for name, (f, b) in blocks.items()}, **more)
+
+
 def test_what_a_block_without_parameters_takes_is_the_layers_beside_it() -> None:
     bare = {layer.name: (1e-3, 2e-3) for layer in small().layers}
     conv, *others = bare.items()
     blocks = {"pad": (0.5, 0.25), conv[0]: conv[1], "relu": (1.0, 3.0), "pool": (0.25, 0.5), **dict(others)}
-    simulator = Simulator(load("dgx-a100"), small(), profile=MeasuredTimes(((8, blocks),)))
+    simulator = Simulator(load("dgx-a100"), small(), profile=profile(blocks))
     first, *units = simulator.units(16)
     assert (first.forward_s, first.backward_s) == pytest.approx((2 * 1.751, 2 * 3.752))
     assert [u.forward_s for u in units] == pytest.approx([2e-3] * len(units))
@@ -144,9 +149,8 @@ def test_what_a_block_without_parameters_takes_is_the_layers_beside_it() -> None
 
 def test_a_share_in_parts_is_updated_once() -> None:
     times = {layer.name: (1e-3, 2e-3) for layer in small().layers}
-    profile = MeasuredTimes(((8, times),), update_s=0.5)
     cluster = load("dgx-a100")
-    step = Simulator(cluster, small(), spread=0.0, profile=profile).step(8, 8 * 32, parts=4)
+    step = Simulator(cluster, small(), spread=0.0, profile=profile(times, update_s=0.5)).step(8, 8 * 32, parts=4)
     assert step.compute_s == pytest.approx(4 * 3e-3 * len(times) + 0.5)
     assert step.straggler_s == pytest.approx(0.0, abs=1e-12)
 

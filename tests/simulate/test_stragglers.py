@@ -2,7 +2,7 @@
 
 import pytest
 
-from kasoku.simulate.stragglers import slowest
+from kasoku.simulate.step import slowest
 
 MAXIMA = {2: 0.56419, 8: 1.42360, 64: 2.34373, 2048: 3.44180}  # expected maximum of n standard normals
 

@@ -1,6 +1,7 @@
 """Track: a tracker gets what a training writes, and one that fails, stalls or fills up never holds it up."""
 
 import json
+import queue
 import signal
 import socket
 import threading
@@ -87,8 +88,27 @@ def test_a_tracker_that_hangs_holds_nobody_up(fake, tmp_path, capsys):
         tracker.metrics(step, {"loss": 1.0})
     tracker.close(0.0)
     assert len(fake.calls) == 1
-    line = "kasoku: Track: tensorboard lost 3001 of 3002 calls: it did not answer in time\n"
-    assert capsys.readouterr().err == line
+    line = "kasoku: Track: tensorboard lost 3001 of 3002 calls: it did not answer in time"
+    assert capsys.readouterr().err == f"{line}; its run was not ended and may be shown as running\n"
+
+
+def test_the_end_of_a_run_has_time_of_its_own(fake, tmp_path, capsys):
+    fake.go_on.clear()
+    tracker = opened(tmp_path)
+    for step in range(3):
+        tracker.metrics(step, {"loss": 1.0})
+    assert fake.in_call.wait(FOREVER_S)
+
+    class Watched(queue.Queue):
+        def get_nowait(self):  # after the wait; the tracker answers again once nothing waits
+            if self.empty():
+                fake.go_on.set()
+            return super().get_nowait()
+
+    tracker._calls.__class__ = Watched
+    tracker.close(1.0, lambda: None)
+    assert [call[0] for call in fake.calls] == ["open", "metrics", "end"]
+    assert capsys.readouterr().err == "kasoku: Track: tensorboard lost 3 of 6 calls: it did not answer in time\n"
 
 
 def test_a_tracker_that_hangs_while_it_connects_holds_nobody_up(fake, tmp_path, monkeypatch, capsys):
@@ -226,13 +246,20 @@ def test_the_run_ends_as_the_training_did(outcome, code, status, library):
 
 
 @pytest.mark.parametrize("server", ["", "http://127.0.0.1:9", "databricks", "postgresql://there/runs"])
-def test_mlflow_offline_keeps_to_a_store_on_this_machine(server, library, monkeypatch):
+def test_mlflow_offline_keeps_to_a_store_on_this_machine(server, library, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     track._Mlflow(Track("mlflow", offline=True), "run", {})
     library.MlflowClient.assert_called_once_with("sqlite:///mlflow.db")
+    assert capsys.readouterr().err == "kasoku: Track: the run stays on this machine, in mlflow.db\n"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
     track._Mlflow(Track("mlflow", offline=True), "run", {})
     library.MlflowClient.assert_called_with(None)  # which is the variable's
+
+
+def test_mlflow_without_a_server_says_where_the_run_is(library, capsys):
+    library.get_tracking_uri.return_value = "sqlite:////there/mlflow.db"
+    track._Mlflow(Track("mlflow"), "run", {})
+    assert capsys.readouterr().err == "kasoku: Track: the run stays on this machine, in sqlite:////there/mlflow.db\n"
 
 
 def test_wandb_offline_stays_so_whatever_key_there_is(library, monkeypatch):
@@ -354,7 +381,9 @@ def test_tensorboard_has_the_scalars_and_the_files_as_text(tmp_path, monkeypatch
     texts = {tag.partition("/")[0]: events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in tags["tensors"]}
     assert set(texts) == {"recipe.toml", "result.json", "ledger.json", "report.html"}
     assert b"kasoku.models.cifarnet" in texts["recipe.toml"]
-    assert "lost" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"kasoku: Track: tensorboard shows {tmp_path}/tensorboard/kasoku/run\n" in said
+    assert "lost" not in said
 
 
 # ---- with the real libraries, on this machine alone

@@ -13,7 +13,7 @@ from kasoku.config.from_folder import recipe_for
 from kasoku.config.recipe import from_document, load
 from kasoku.core import Technique
 from kasoku.data import Dataset, Files, LowResolution
-from kasoku.training import estimate
+from kasoku.training import auto_batch
 from kasoku.training.trainer import build
 from kasoku.tune import BatchSizeResult
 from kasoku.tune.measurement import Measurement
@@ -93,8 +93,8 @@ def test_epochs_of_fewer_pixels_take_less_time(photos, monkeypatch):
             "device": {"threads": 1},
         }
         training = build(from_document(document))
-        monkeypatch.setattr(estimate, "tune_batch_size", planted(fixed_s=1.0, image_s=0.5))
-        times.append(estimate.estimated_s(training))
+        monkeypatch.setattr(auto_batch, "tune_batch_size", planted(fixed_s=1.0, image_s=0.5))
+        times.append(auto_batch.estimated_s(training))
     steps, images, tests = 4 * 5, 4 * 42, 4 * 6
     assert times[0] == pytest.approx(steps * 1.0 + images * 0.5 + tests * 0.5 / 3)
     assert times[1] == pytest.approx(steps * 1.0 + images * 0.5 * (0.25 + 1) / 2 + tests * 0.5 / 3)
@@ -130,10 +130,10 @@ def many(photos: Path, each: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = tuple(sorted(map(str, photos.rglob("*.jpg"))))[:3]
     split = Files(names * each, torch.zeros(3 * each, dtype=torch.int64))
 
-    def folder(root: str) -> Dataset:
+    def folder(root: str, size: int) -> Dataset:
         return Dataset("photos", ("a",), split, split, 3, (64, 64), (0.5,) * 3, (0.2,) * 3)
 
-    monkeypatch.setattr("kasoku.config.from_folder.folder", folder)
+    monkeypatch.setattr("kasoku.data.datasets.tables.folder", folder)
     return photos
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.forked import Forked
 from helpers.photos import coloured_photos
 from helpers.ranks import on_processes
 from helpers.started import (
-    KASOKU,
     RECIPE,
     SETTINGS,
-    ended,
+    forked,
     largest_difference,
     options,
     started,
@@ -39,7 +38,8 @@ from kasoku.training.trained_run import score_runs
 from kasoku.training.trainer import Trainer
 
 SMALL = ("epochs=2", "data.size=32", "device.threads=1", "model={use='kasoku.models.cifarnet', widths=[8, 8]}")
-SHORT = (*SETTINGS, "epochs=1")
+HALF = ("epochs=0.5", "schedule.warmup=0")  # of an epoch: 11 updates
+SHORT = (*SETTINGS, *HALF)
 
 
 def members_on(comm: Comm, out: Path, count: int, photos: Path | None = None) -> str | None:
@@ -80,7 +80,7 @@ def test_a_member_of_one_rank_has_the_bits_it_has_alone(on_one_rank, tmp_path):
     assert Threads(2).run(lambda comm: members_on(comm, tmp_path / "two", 3)) == [None, None]
     assert differences(on_one_rank, tmp_path / "two", 3) == [0, 0, 0]
     alone = tmp_path / "alone"
-    assert main(["train", str(RECIPE), *options("epochs=1"), "--set", "seed=1", "--quiet", "--out", str(alone)]) == 0
+    assert main(["train", str(RECIPE), *options(*HALF), "--set", "seed=1", "--quiet", "--out", str(alone)]) == 0
     assert largest_difference(alone, tmp_path / "two" / "member-2") == 0
 
 
@@ -195,7 +195,9 @@ def test_members_on_files_keep_their_order_beside_finished_ones(tmp_path):
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_member_that_diverges_is_named_and_the_rest_trains(in_memory, tmp_path, capsys):
     data = (
-        [str(RECIPE)] if in_memory else ["--data", str(coloured_photos(tmp_path / "photos")), "--set", "data.size=32"]
+        [str(RECIPE)]
+        if in_memory
+        else ["--data", str(coloured_photos(tmp_path / "photos")), "--set", "data.size=32", "--set", SMALL[-1]]
     )
     rates = ["--members", "3", "--vary", "optimizer.lr=0.05,1e30,0.04", "--set", "device.threads=1"]
     rates += ["--set", "epochs=2", "--set", "schedule={use='kasoku.core.Constant'}", "--set", "evaluate.target=0"]
@@ -295,7 +297,7 @@ def test_continue_begins_members_anew_that_were_not_all_described(killed, tmp_pa
         of_all(training, run, import_folders)
 
     of_all = Training.describe
-    command = ["train", str(RECIPE), *options("epochs=1"), "--quiet", "--continue", "--out", str(out)]
+    command = ["train", str(RECIPE), *options(*HALF), "--quiet", "--continue", "--out", str(out)]
     with monkeypatch.context() as patched:
         patched.setattr(Training, "describe", describe)
         assert main([*command, "--members", "3"]) == 130
@@ -312,7 +314,7 @@ def test_continue_begins_members_anew_that_were_not_all_described(killed, tmp_pa
 
 def test_members_are_not_begun_in_another_run_nor_over_fewer_members(on_one_rank, tmp_path, capsys):
     plain, fewer = tmp_path / "plain", shutil.copytree(on_one_rank, tmp_path / "fewer")
-    train = ["train", str(RECIPE), *options("epochs=1"), "--quiet"]
+    train = ["train", str(RECIPE), *options(*HALF), "--quiet"]
     assert main([*train, "--out", str(plain)]) == 0
     for member in members_of(fewer):
         cut(member)  # so none of them has a checkpoint
@@ -328,7 +330,7 @@ def test_members_that_are_begun_anew_lose_their_old_metrics(on_one_rank, tmp_pat
     for member in members_of(run):
         cut(member)
     (run / "member-3" / "recipe.toml").unlink()
-    command = ["train", str(RECIPE), *options("epochs=1"), "--quiet", "--continue", "--members", "3"]
+    command = ["train", str(RECIPE), *options(*HALF), "--quiet", "--continue", "--members", "3"]
     assert main([*command, "--out", str(run)]) == 0
     for begun, old in zip(paths_of(run, 2), paths_of(on_one_rank, 2), strict=True):
         lines, gone = ((path / "metrics.jsonl").read_text().splitlines() for path in (begun, old))
@@ -352,14 +354,14 @@ def test_an_ensemble_removes_empty_folders_of_a_larger_one(more, tmp_path):
     (out / "member-4" / "data.json").write_text("{}")
     (out / "member-6").mkdir()
     (out / "member-6" / "notes.txt").write_text("of the user")
-    train = ["train", str(RECIPE), *options("epochs=1"), "--quiet"]
+    train = ["train", str(RECIPE), *options(*HALF), "--quiet"]
     assert main([*train, "--members", "3", *more, "--out", str(out)]) == 0
     assert sorted(path.name for path in out.glob("member-*")) == ["member-1", "member-2", "member-3", "member-6"]
     shutil.rmtree(out / "member-6")
     assert main(["train", "--resume", str(out)]) == 0
 
 
-def started_members(out: Path, *more: str) -> list[subprocess.Popen[str]]:
+def started_members(out: Path, *more: str) -> list[Forked]:
     """Two ranks with a member each, both of which have written a checkpoint."""
     ranks = started(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(out)], 2)
     wait_for_checkpoints(ranks, *paths_of(out, 2))
@@ -382,14 +384,14 @@ def test_the_death_of_a_rank_that_trains_apart_is_named(tmp_path):
 @pytest.mark.process
 @pytest.mark.smoke
 def test_members_on_ranks_stopped_go_on_to_the_same_bits(tmp_path):
-    more = options("norm_batch=0", "epochs=20", "schedule.epochs=20", "save.every_steps=30", "evaluate.every=10")
+    more = options("norm_batch=0", "epochs=10", "schedule.epochs=10", "save.every_steps=5", "evaluate.every=10")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(whole)]) == 0
     stop_by_sigterm(started_members(parts, *more), parts, 0, 1)
     results = [json.loads((path / "result.json").read_text()) for path in paths_of(parts, 2)]
     assert [result["stopped"] for result in results] == ["SIGTERM"] * 2
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", "--members", "2", "--set", "device.kind=cpu"]
-    said_on = ended([*KASOKU, *local, "--continue", "--quiet", "--out", str(parts)])
+    said_on = forked([*local, "--continue", "--quiet", "--out", str(parts)])
     assert said_on.count("going on from step ") == 2
     assert differences(whole, parts, 2) == [0, 0]
     ours, theirs = (json.loads((run / "ensemble.json").read_text()) for run in (parts, whole))

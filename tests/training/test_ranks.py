@@ -17,6 +17,7 @@ from helpers.started import (
     RECIPE,
     TORCHRUN,
     ended,
+    forked,
     largest_difference,
     options,
     started,
@@ -45,7 +46,7 @@ def whole(tmp_path_factory):
     one, two = folder / "one", folder / "two"
     assert main(["train", str(RECIPE), *options(*SAVING), "--quiet", "--out", str(one)]) == 0
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2"]
-    ended([*KASOKU, *local, *options(*SAVING), "--quiet", "--out", str(two)])
+    forked([*local, *options(*SAVING), "--quiet", "--out", str(two)])
     return one, two
 
 
@@ -112,7 +113,7 @@ def test_stopped_on_one_rank_and_resumed_on_two_by_torchrun(whole, tmp_path):
 def test_two_ranks_resumed_on_two_give_the_same_bits(whole, tmp_path):
     run = cut(whole[1], tmp_path / "run")
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", "--continue", "--quiet"]
-    said = ended([*KASOKU, *local, "--out", str(run)])
+    said = forked([*local, "--out", str(run)])
     assert said.count("going on from step 30 of 33") == 1
     assert largest_difference(whole[1], run) == 0
 
@@ -185,7 +186,7 @@ def with_own_loss(tmp_path):
 def launched_on_two(recipe: str, tmp_path: Path, *, code: int) -> str:
     """What `kasoku launch local` prints as an error on two ranks that end with this code."""
     local = ["launch", "local", recipe, "--gpus-per-node", "2", "--quiet", "--out", str(tmp_path / "run")]
-    return ended([*KASOKU, *local], code=code)
+    return forked(local, code=code)
 
 
 @pytest.mark.process

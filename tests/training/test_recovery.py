@@ -1,6 +1,8 @@
 """A rank that dies or hangs in a training is named by the others, and the training goes on from its last checkpoint."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -8,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.started import KASOKU, RECIPE, TORCHRUN, clean, ended, largest_difference, options, port, started
+from helpers.forked import Forked
+from helpers.started import RECIPE, TORCHRUN, clean, ended, kill, largest_difference, options, port, started
 
 ASYNCHRONOUS = ("techniques=[{use='kasoku.distributed.Asynchronous'}]", "norm_batch=0")
 SAVING = ("save.every_steps=5", "save.keep=99", "epochs=3", "schedule.epochs=3")
@@ -101,10 +104,52 @@ def test_ranks_that_were_given_other_recipes_are_refused(tmp_path: Path) -> None
     ranks = []
     for rank, batch in enumerate(("batch=64", "batch=32")):
         environment = clean(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        command = [*KASOKU, "train", str(RECIPE), *options(batch), "--out", str(tmp_path / "run")]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        ranks.append(Forked(["train", str(RECIPE), *options(batch), "--out", str(tmp_path / "run")], environment))
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], said
     lines = [line for line in "".join(said).splitlines() if line.startswith("kasoku:")]
     assert lines == ["kasoku: rank 1 has another recipe: batch = 32 there, 64 on rank 0: start all ranks with the same"]
     assert not (tmp_path / "run").exists()
+
+
+HANGS = '''
+import time
+from dataclasses import dataclass
+
+from kasoku.core import Technique
+
+
+@dataclass(frozen=True)
+class Hang(Technique):
+    """Rank 1 stops in its sixth step."""
+
+    def apply(self, job):
+        def stand_still():
+            time.sleep(1000 * (job.comm.rank == 1 and job.steps == 5))
+
+        job.before_step(stand_still)
+'''
+
+
+@pytest.mark.process
+def test_a_rank_that_hangs_is_named_with_its_place_and_the_stacks_of_all(tmp_path: Path) -> None:
+    recipe, run = Path(shutil.copy(RECIPE, tmp_path)), tmp_path / "run"
+    (tmp_path / "hangs.py").write_text(HANGS)
+    more = ("epochs=100", "device.hang_timeout_s=2", "techniques=[{use='hangs.Hang'}]")
+    ranks = started(["train", str(recipe), *options(*more), "--quiet", "--out", str(run)], 2)
+    try:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        kill(ranks)
+    assert [rank.returncode for rank in ranks] == [4, 4], said
+    place = r"; rank 1 is at \S+/hangs\.py:\d+ \S*stand_still < core/job\.py:\d+ Job\._begin_step < "
+    for line in said:
+        named = rf"rank 1 \(host \S+, pid {ranks[1].pid}\) has "
+        assert re.search(rf"{named}.*{place}.*; all stacks are in {re.escape(str(run))}/hang[.]txt", line)
+    text = (run / "hang.txt").read_text()
+    assert re.search(rf"rank 0 \(.*pid {ranks[0].pid}\), no step for \d+.\d s\n  MainThread\n    \S+:\d+ ", text)
+    assert re.search(
+        rf"rank 1 \(.*pid {ranks[1].pid}\), no step for \d+.\d s\n  MainThread\n    \S+/hangs.py:\d+ ", text
+    )
+    assert text.count("training/trainer.py:") >= 2
+    assert "kasoku watch" in text

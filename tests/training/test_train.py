@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,16 @@ import tomli_w
 from safetensors.torch import load_file
 
 import kasoku
+from helpers.forked import Forked
+from helpers.started import clean, forked
 from kasoku.cli import main
+from kasoku.config.recipe import Recipe
 from kasoku.config.toml import table
 from kasoku.core import InputError, Technique
+from kasoku.data import LowResolution
 from kasoku.distributed import Asynchronous, Overlap, Wire
 from kasoku.memory import SavedMemory
-from kasoku.optim import Lookahead
-from kasoku.training.run_folder import load_recipe
+from kasoku.training.run_folder import finished, load_recipe
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 SHORT = ["--set", "epochs=3", "--set", "schedule.epochs=3", "--set", "schedule.warmup=1"]
@@ -101,10 +105,9 @@ def test_killed_at_a_random_step_and_resumed_gives_the_same_weights(tmp_path):
     recipe = recipe_with_state(tmp_path)
     more = ["epochs=10", "schedule.epochs=10", "save.every_steps=3", "evaluate.target=0"]
     settings = [*SHORT, *(part for setting in more for part in ("--set", setting))]
-    command = [sys.executable, "-m", "kasoku.cli", "train"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(str(recipe), *settings, "--out", str(whole)) == 0
-    process = subprocess.Popen([*command, str(recipe), *settings, "--out", str(killed)])
+    process = Forked(["train", str(recipe), *settings, "--out", str(killed)], clean())
     at = random.randint(1, 60)  # of 110; a new one every time: any step must do
     deadline = time.monotonic() + 120
     while process.poll() is None and not any(step >= at for step in steps_saved(killed)):
@@ -112,7 +115,7 @@ def test_killed_at_a_random_step_and_resumed_gives_the_same_weights(tmp_path):
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, f"the training ended before step {at}"
-    subprocess.run([*command, "--resume", str(killed), "--quiet"], check=True, timeout=300)
+    forked(["train", "--resume", str(killed), "--quiet"])
     assert same(whole, killed), f"killed after step {at}"
 
 
@@ -120,7 +123,6 @@ def test_killed_at_a_random_step_and_resumed_gives_the_same_weights(tmp_path):
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.smoke), signal.SIGINT])
 def test_a_signal_finishes_the_step_writes_a_checkpoint_and_exits_with_75(tmp_path, number):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "kasoku.cli", "train"]
     endless = [
         "--set",
         "epochs=10000",
@@ -132,7 +134,7 @@ def test_a_signal_finishes_the_step_writes_a_checkpoint_and_exits_with_75(tmp_pa
         "save.every_steps=5",
         "--quiet",
     ]
-    process = subprocess.Popen([*command, str(RECIPE), *endless, "--out", str(out)], stderr=subprocess.PIPE, text=True)
+    process = Forked(["train", str(RECIPE), *endless, "--out", str(out)], clean())
     deadline = time.monotonic() + 120
     while not list((out / "checkpoints").glob("step-*")):
         assert time.monotonic() < deadline
@@ -196,6 +198,8 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, capsys):
             rf"kasoku: {run}: finished: 3 epochs, accuracy \d\d\.\d\d%; to train on: .*epochs=N.*\n", err
         )
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    (run / "result.json").write_text(json.dumps(json.loads((run / "result.json").read_text()) | {"epochs": 1.0}))
+    assert finished(run, replace(load_recipe(run), epochs=1.0)).startswith("finished: 1 epoch, accuracy ")
 
 
 def test_resuming_with_more_epochs_stretches_the_schedule(tmp_path, capsys):
@@ -256,73 +260,45 @@ def test_resuming_may_not_change_what_is_trained_and_records_what_it_may(tmp_pat
     assert "epochs = 4" in (run / "recipe.toml").read_text()
 
 
-def as_of_format_1(run: Path, **times: str) -> None:
-    """Makes a run folder one of an older version, whose times below 1 were epochs."""
-    lines = (run / "recipe.toml").read_text().splitlines()[1:]
-    changed = [next((f"{k} = {v}" for k, v in times.items() if line.startswith(f"{k} =")), line) for line in lines]
-    (run / "recipe.toml").write_text("\n".join(changed))
-    (run / "manifest.json").unlink()
-
-
-def test_an_older_run_with_a_time_below_1_is_not_resumed(digits_run, tmp_path, capsys):
+def test_an_older_run_with_times_in_epochs_is_not_resumed(digits_run, tmp_path, capsys):
     run = shutil.copytree(digits_run, tmp_path / "run")
-    as_of_format_1(run, warmup="0.5")
+    (run / "recipe.toml").write_text((run / "recipe.toml").read_text().partition("\n")[2])  # without its format
+    (run / "manifest.json").unlink()
     assert train("--resume", str(run), "--quiet") == 0  # it is finished
     capsys.readouterr()
-    longer = ["--set", "epochs=5"]
-    assert train("--resume", str(run), *longer, "--quiet") == 2
+    assert train("--resume", str(run), "--set", "epochs=5", "--quiet") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "schedule.warmup = 0.5: an older version of kasoku wrote it as epochs" in error
-    remedy = re.search(r"--set (schedule\.warmup=\S+)", error)
-    assert remedy
-    assert remedy[1] == "schedule.warmup=0.1"  # of 5 epochs
+    assert "an older version of kasoku wrote it, in which a time below 1 was in epochs" in error
     with pytest.raises(InputError, match="an older version of kasoku wrote it"):
         kasoku.train(kasoku.load_recipe(run / "recipe.toml", ["epochs=5"]), run, resume=True, quiet=True)
-    assert train("--resume", str(run), *longer, "--set", remedy[1], "--quiet") == 0
-    assert train("--resume", str(run), "--set", "epochs=6", "--quiet") == 0  # the recipe is of this version now
-    assert json.loads((run / "result.json").read_text())["epochs"] == 6
 
 
-def test_an_older_run_without_such_a_time_is_resumed(digits_run, tmp_path):
-    run = shutil.copytree(digits_run, tmp_path / "run")
-    as_of_format_1(run, warmup="1.5")
-    assert train("--resume", str(run), "--set", "epochs=5", "--quiet") == 0
-
-
-def test_a_time_of_a_technique_in_an_older_run_needs_a_new_training(tmp_path, capsys):
-    run = tmp_path / "run"
-    shrunk = "techniques.1={use='kasoku.data.LowResolution', side=7, until=0.5}"
-    assert train(str(RECIPE), *SHORT, "--set", shrunk, "--out", str(run)) == 0
-    as_of_format_1(run)
-    assert train("--resume", str(run), "--set", "epochs=4", "--quiet") == 2
-    assert "techniques.1.until = 0.5" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_an_older_run_is_read_if_its_removed_settings_did_nothing(number, digits_run, tmp_path, capsys):
     run = shutil.copytree(digits_run, tmp_path / "run")
     recipe, document = run / "recipe.toml", tomllib.loads((run / "recipe.toml").read_text())
     (run / "manifest.json").unlink()
-    old = {"use": "kasoku.optim.averaging.Lookahead", "every": 4, "decay": 0.5, "power": 0.0, "epochs": 9.0}
+    exchange = {"use": "kasoku.distributed.async_sgd.asynchronous.Asynchronous", "every": 4, "stream": False}
+    small = {"use": "kasoku.data.augment.growth.LowResolution", "side": 6, "until": 1.0, "multiple": 32}
 
     def write(number: int, *techniques: dict[str, object]) -> None:
         meaning = "of kasoku's run folders: a time below 1 is a share of the training"
         first = f"# format {number} {meaning}\n" if number > 1 else ""
         recipe.write_text(first + tomli_w.dumps(document | {"techniques": techniques}))
 
-    write(number, old)
+    write(number, exchange, small)
     assert main(["eval", str(run)]) == 0
-    assert load_recipe(run).techniques == (Lookahead(every=4, decay=0.5),)
-    write(number, old | {"power": 3.0})
+    assert load_recipe(run).techniques == (Asynchronous(every=4), LowResolution(6, until=1.0))
+    write(number, exchange | {"stream": True})
     capsys.readouterr()
     assert main(["eval", str(run)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert f"{recipe}: kasoku.optim.averaging.Lookahead: power = 3.0: an older version wrote it: train anew" in error
-    write(4, old)  # of today
+    assert f"{recipe}: {exchange['use']}: stream = True: an older version wrote it: train anew" in error
+    write(5, exchange)  # of today
     assert main(["eval", str(run)]) == 2
-    assert "techniques[0].power: no such key" in capsys.readouterr().err
+    assert "techniques[0].stream: no such key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -352,14 +328,62 @@ def test_settings_removed_since_are_read_or_named(technique, name, did_nothing, 
         read(changed)
 
 
+@pytest.fixture
+def older(digits_run, tmp_path):
+    """Reads the recipe of a run of format 4 with one of its tables replaced."""
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    (run / "manifest.json").unlink()
+    document = tomllib.loads((run / "recipe.toml").read_text())
+
+    def read(name: str, written: object) -> Recipe:
+        text = tomli_w.dumps(document | {name: written})
+        (run / "recipe.toml").write_text(f"# format 4 of kasoku's run folders\n{text}")
+        return load_recipe(run)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "setting", "did_nothing", "changed"),
+    [
+        ("model", "kasoku.models.resnet18", "zero_init_residual", [False, True], None),
+        ("model", "kasoku.models.resnet.cifar_resnet50", "zero_init_residual", [True], None),
+        ("model", "kasoku.models.cifarnet", "activation", ["gelu"], "relu"),
+        ("model", "kasoku.models.cifarnet.cifarnet", "head_scale", [0.0, 0], 0.1),
+        ("optimizer", "kasoku.optim.sgd", "decay_all", [False], True),
+        ("optimizer", "kasoku.optim.fused.adamw", "decay_all", [False], True),
+    ],
+)
+def test_removed_settings_of_networks_and_optimizers_are_read_or_named(name, use, setting, did_nothing, changed, older):
+    for value in did_nothing:
+        assert table(getattr(older(name, {"use": use, setting: value}), name)) == {"use": use}
+    if changed is not None:
+        with pytest.raises(InputError, match=rf"{use}: {setting} = {changed}: an older version wrote it: train anew"):
+            older(name, {"use": use, setting: changed})
+
+
+@pytest.mark.parametrize("name", ["vgg11", "vgg.vgg13_bn", "vgg19_bn"])
+def test_a_run_of_a_vgg_that_was_a_function_of_its_own_is_one_of_the_class(name, older):
+    model = older("model", {"use": f"kasoku.models.{name}", "dropout": 0.1}).model
+    keys = {"depth": int(name.partition("_")[0][-2:]), "batch_norm": name.endswith("_bn"), "dropout": 0.1}
+    assert (model.use, model.keys) == ("kasoku.models.vgg.VGG", keys)
+
+
+def test_a_run_of_low_resolution_with_a_schedule_is_named(older):
+    side = {"use": "kasoku.core.schedule.Constant", "warmup": 10, "start": 0.5}
+    with pytest.raises(InputError, match="LowResolution: side is a schedule: an older version wrote it: train anew"):
+        older("techniques", [{"use": "kasoku.data.augment.growth.LowResolution", "side": side, "multiple": 32}])
+
+
 def test_a_run_of_muon_with_normalize_is_read_and_resumed(tmp_path, capsys):
     run = tmp_path / "run"
     muon = "optimizer={use='kasoku.optim.muon', lr=0.02}"
     assert train(str(RECIPE), *SHORT, "--set", muon, "--out", str(run)) == 0
-    as_of_format_1(run)
     recipe = run / "recipe.toml"
     text = recipe.read_text().replace("lr = 0.02", "lr = 0.02\nnormalize = true")
+    text = re.sub(r"# format \d+", "# format 3", text)
     recipe.write_text(text)
+    (run / "manifest.json").unlink()
     assert train("--resume", str(run), "--set", "epochs=4", "--quiet") == 0
     assert "normalize" not in recipe.read_text()
     (run / "manifest.json").unlink()

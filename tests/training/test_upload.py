@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kasoku
-from helpers.started import KASOKU, RECIPE, ended
+from helpers.started import RECIPE, forked
 from helpers.stores import object_store
 from kasoku.cli import main
 from kasoku.data.remote import store
@@ -164,17 +164,17 @@ def test_two_ranks_upload_once_to_a_server(protocol, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with object_store(protocol, monkeypatch) as site:
         site.files = {}
-        command = [*KASOKU, "launch", "local", str(RECIPE), "--gpus-per-node", "2", *SHORT, "--quiet"]
-        said = ended([*command, "--set", f"save.upload={site.root}/runs", "--out", str(run)])
+        command = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", *SHORT, "--quiet"]
+        said = forked([*command, "--set", f"save.upload={site.root}/runs", "--out", str(run)])
         assert site.files == {f"runs/{name}": data for name, data in results(run).items()}
         assert sorted(set(site.written)) == sorted(site.files)
         assert len(site.written) == len(site.files) * (1 if protocol == "s3" else 2)  # CREATE and APPEND
         assert said == f"kasoku: 4 files of results are in {site.root}/runs/run\n"
         site.files, site.status = {}, 403
-        said = ended([*command, "--continue", "--out", str(run)], code=2)
+        said = forked([*command, "--continue", "--out", str(run)], code=2)
         assert said.splitlines()[-1].endswith(
             f"not uploaded, but whole in {run}; go on with: kasoku train --resume {run}"
         )
         site.status = 0
-        ended([*command, "--continue", "--out", str(run)])
+        forked([*command, "--continue", "--out", str(run)])
         assert site.files == {f"runs/{name}": data for name, data in results(run).items()}

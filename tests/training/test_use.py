@@ -253,6 +253,10 @@ def test_photos_without_a_recipe_are_learnt_and_the_recipe_is_written(tmp_path, 
     capsys.readouterr()
     assert main(["eval", str(out), "--data", str(photos)]) == 0
     assert "48 test images" in capsys.readouterr().out  # nothing is set aside for training here
+    coloured_photos(tmp_path / "parts" / "train")
+    assert main(["eval", str(out), "--data", str(tmp_path / "parts")]) == 0
+    assert " 48 test" not in (shown := capsys.readouterr().out), shown
+    assert "6 test images" in shown  # of train/ alone what a training holds out
     assert main(["predict", str(out), str(photos / "colour1" / "3.jpg")]) == 0
     assert "colour1" in capsys.readouterr().out
 
@@ -315,9 +319,26 @@ def test_example_adopt_gives_on_two_ranks_the_weights_of_one():
         torch.testing.assert_close(first[name], weight, rtol=1e-3, atol=1e-5)
 
 
+SMALL = """
+import runpy
+import kasoku.models
+from torch import nn
+
+def small(num_classes, in_channels):
+    widths = (in_channels, 16, 32, 32)
+    blocks = [[nn.Conv2d(a, b, 3, 2, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU()] for a, b in zip(widths, widths[1:])]
+    return nn.Sequential(*sum(blocks, []), nn.Flatten(), nn.Linear(32 * 16, num_classes))
+
+kasoku.models.resnet18 = small
+runpy.run_path({example!r}, run_name="__main__")
+"""
+
+
 @pytest.mark.process
-def test_example_adopt_learns_under_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "examples/adopt.py")]
+def test_example_adopt_learns_under_torchrun(tmp_path):
+    small = tmp_path / "small.py"  # the example as it is written, with a network that takes less time than resnet18
+    small.write_text(SMALL.format(example=str(ROOT / "examples/adopt.py")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(small)]
     done = subprocess.run(command, env=clean({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (line,) = re.findall(r"top-1 (.*)% of 360 test images on 2 ranks\n", done.stdout)

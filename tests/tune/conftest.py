@@ -1,6 +1,5 @@
 """Fixtures of tuning: a clock in which no real time passes, cheap garbage collection, recipes, refused commands."""
 
-import gc
 import itertools
 import re
 from collections.abc import Iterator
@@ -21,14 +20,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _old_objects_are_not_collected() -> Iterator[None]:
-    """Tuning collects garbage after each size that failed; most of that time goes to the modules of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from kasoku.cli import main
 from kasoku.commands import tune as tuning
 from kasoku.config import from_folder as photos_of
 from kasoku.config import recipe as recipes
+from kasoku.data.datasets import tables
 from kasoku.training import auto_batch as sizing
 
 IMAGENET = 1_281_167
@@ -87,8 +88,9 @@ def test_without_its_points_the_rates_are_those_of_the_recipes_own_batch(small, 
 
 def test_photos_are_tuned_from_their_rates_batch_and_listed_once(tmp_path, monkeypatch):
     photos, looks = coloured_photos(tmp_path / "photos"), []
-    folder = photos_of.folder
-    monkeypatch.setattr(photos_of, "folder", wraps(folder)(lambda root: looks.append(root) or folder(root)))
+    folder = tables.folder
+    looked = wraps(folder)(lambda root, size: looks.append(root) or folder(root, size))
+    monkeypatch.setattr(tables, "folder", looked)
     asked = planted(monkeypatch, 16)
     out = tmp_path / "run"
     settings = ["--set", "batch=auto", "--set", "epochs=1", "--set", "device.threads=1", "--set", "data.size=32"]

@@ -12,8 +12,7 @@ import pytest
 
 from kasoku.config.toml import inline
 from kasoku.core import InputError
-from kasoku.tune.hyperparameters import SearchSettings, accuracies, search
-from kasoku.tune.search_space import Between, OneOf, read_space
+from kasoku.tune.hyperparameters import Between, OneOf, SearchSettings, accuracies, read_space, search
 
 # Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`; says it as training does.
 FAKE = """

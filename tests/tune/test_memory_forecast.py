@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kasoku.core.hardware import resident_bytes
-from kasoku.tune import memory_forecast as memory
-from kasoku.tune.memory_forecast import MemoryForecast, available_bytes, extrapolate, out_of_memory
+from kasoku.tune import measurement as memory
+from kasoku.tune.measurement import MemoryForecast, available_bytes, extrapolate, out_of_memory
 
 GIB = 2**30
 

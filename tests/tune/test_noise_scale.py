@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kasoku.tune.noise_scale import NoiseEstimate, mean, noise_of_parts
+from kasoku.tune.trial import NoiseEstimate, mean, noise_of_parts
 
 DIMS, PLACE = 50, 0.5
 SIGNAL, TRACE = DIMS * PLACE**2, float(DIMS)  # of the gradient w - mean(x) with x ~ N(0, 1)

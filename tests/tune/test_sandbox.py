@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import threading
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,16 +16,15 @@ from torch import Tensor, nn
 from contracts import Net, assert_same, make, rule, train, weights
 from helpers.planted import Hand, Slow
 from helpers.toy_images import image_job
-from kasoku.core import Constant, InputError, Job, Solo, Stage, StepDecay, Technique
+from kasoku.core import InputError, Job, Solo, Stage, StepDecay, Technique
 from kasoku.core.clock import Stopwatch, Wall
-from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder, loader
+from kasoku.data import Dataset, GrowBatch, LowResolution, digits, folder, loader
 from kasoku.device import Compile
 from kasoku.distributed import VirtualRanks
 from kasoku.optim import EMA, sgd
 from kasoku.tune import BatchSizeResult, EpochTimeMinimize, Throughput, TimeToTarget, tune_batch_size
 from kasoku.tune.measurement import Needs
-from kasoku.tune.sandbox import Sandbox, undisturbed
-from kasoku.tune.trial import Trial
+from kasoku.tune.trial import Sandbox, Trial, undisturbed
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
@@ -54,7 +50,6 @@ def any_side(technique: Technique, shapes: list[tuple[int, ...]]) -> Job:
     ("technique", "before"),
     [
         (LowResolution(side=6, until=1.5), 3),
-        (LowResolution(Constant(warmup=2, start=0.5), multiple=2), 3),
         (GrowBatch(StepDecay(milestones=(1,), gamma=2)), 3),
         (GrowBatch(StepDecay(milestones=(1,), gamma=2)), 15),  # it has grown
     ],
@@ -149,42 +144,6 @@ def test_what_is_read_within_undisturbed_leaves_no_bad_image_behind(photos: Data
         assert len(list(job.loader)) == 3
         assert len(job.plain_loader.skipped.reasons) == 1
     assert (job.plain_loader.skipped.reasons, job.plain_loader.skipped.met) == ({}, set())
-
-
-class Pixels:
-    """A data set in Python."""
-
-    targets: ClassVar[list[int]] = [i % 4 for i in range(32)]
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return np.full((8, 8, 3), 7 * index, np.uint8), index % 4
-
-
-@pytest.mark.process
-def test_processes_that_read_serve_all_copies_and_end_with_the_data():
-    others = multiprocessing.active_children()  # of torch's loaders in other tests
-    like = {"image_size": (8, 8), "channels": 3, "mean": (0.5,) * 3, "std": (0.25,) * 3}
-    dataset = replace(digits(), train=Items(Pixels(), processes=1), **like)
-    job = Job(Net(), rule, loader=loader(dataset, "train", 8))
-    sandbox = Sandbox(job)
-    alone = sandbox.at(8)
-    assert next(iter(alone.loader))[0].shape == (8, 3, 8, 8)
-    (process,) = (child for child in multiprocessing.active_children() if child not in others)
-    alone.close()
-    sandbox.close()
-    assert next(iter(job.loader))[0].shape == (8, 3, 8, 8)
-    assert all(child in (process, *others) for child in multiprocessing.active_children())
-    assert process.is_alive()
-    job.close()
-    del dataset, job, sandbox, alone
-    until = time.monotonic() + 60
-    while process.exitcode is None and time.monotonic() < until:
-        gc.collect()  # a thread of the loader that is about to end may have held the data a moment ago
-        process.join(0.1)
-    assert process.exitcode == 0
 
 
 # ---- a copy that diverged

@@ -8,8 +8,7 @@ import pytest
 
 from helpers.planted import CURVES, Planted
 from kasoku.tune.measurement import BRIEF, STEPS, Measurement
-from kasoku.tune.size_search import best_of, doubtful, errors_of
-from kasoku.tune.strategies import Throughput
+from kasoku.tune.strategies import Throughput, best_of, doubtful, errors_of
 
 SEEDS, JITTER, MOST = 200, 0.02, 512
 

@@ -49,25 +49,37 @@ def test_a_budget_too_short_gives_the_best_so_far_and_says_so(small, capsys):
     assert "time was over, the best so far" in " ".join(capsys.readouterr().out.split())
 
 
+def test_an_out_that_cannot_be_written_is_refused_before_the_search(small, digits_run, tmp_path, monkeypatch, capsys):
+    asked = planted(monkeypatch, 96)
+    (tmp_path / "file").touch()
+    for out, wrong in ((digits_run, "holds a run, which would be lost"), (tmp_path / "file", "a folder is wanted")):
+        assert main(["tune", str(small), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert wrong in error
+        assert error.count("\n") == 1
+    assert asked == []
+
+
 TUNE = """
 [tune]
 budget = 5
-target = 0.9
-strategy = {use = "kasoku.tune.GpuUsageMaximize"}
+strategy = {use = "kasoku.tune.GpuUsageMaximize", target = 0.9}
 """
 
 
-def test_the_table_tune_has_strategy_target_and_budget_and_options_override_it(small, monkeypatch):
+def test_the_table_tune_has_strategy_and_budget_and_options_override_it(small, monkeypatch):
     asked = planted(monkeypatch, 96)
     small.write_text(small.read_text() + TUNE)
     assert main(["tune", str(small)]) == 0
     assert (asked[0]["strategy"], asked[0]["budget_s"]) == (GpuUsageMaximize(target=0.9), 5)
-    assert main(["tune", str(small), "--budget", "7", "--set", "tune.target=0.8"]) == 0
+    assert main(["tune", str(small), "--budget", "7", "--set", "tune.strategy.target=0.8"]) == 0
     assert (asked[1]["strategy"], asked[1]["budget_s"]) == (GpuUsageMaximize(target=0.8), 7)
     assert recipes.load(small).tune == recipes.from_document(tomllib.loads(recipes.dumps(recipes.load(small)))).tune
-    small.write_text(small.read_text().replace("target = 0.9\n", ""))
     assert main(["tune", str(small), "--strategy", "Throughput"]) == 0
     assert asked[2]["strategy"] == Throughput()
+    target = ["--strategy", "GpuUsageMaximize", "--set", "tune.strategy.target=0.8"]
+    assert main(["tune", str(small), *target]) == 0
+    assert asked[3]["strategy"] == GpuUsageMaximize(target=0.8)
 
 
 def test_a_training_with_batch_auto_tunes_as_its_table_says(auto, tmp_path, monkeypatch):
@@ -75,7 +87,7 @@ def test_a_training_with_batch_auto_tunes_as_its_table_says(auto, tmp_path, monk
     auto.write_text(auto.read_text() + TUNE)
     assert main(["train", str(auto), "--quiet", "--out", str(tmp_path / "run")]) == 0
     assert (asked[0]["strategy"], asked[0]["budget_s"]) == (GpuUsageMaximize(target=0.9), 5)
-    assert tomllib.loads((tmp_path / "run" / "recipe.toml").read_text())["tune"]["target"] == 0.9
+    assert tomllib.loads((tmp_path / "run" / "recipe.toml").read_text())["tune"]["strategy"]["target"] == 0.9
 
 
 OWN = """
@@ -167,8 +179,7 @@ def test_sizes_stay_within_the_points_and_epochs_follow_them():
         (["--set", "tune.strategy.use=kasoku.tune.Troughput"], r"no such name: did you mean Throughput\?"),
         (["--set", "tune.strategy={use='kasoku.tune.Throughput', gain=0.1}"], r"tune\.strategy\.gain: no such key"),
         (["--set", "tune.strategy.use=kasoku.optim.Clip"], r"tune\.strategy\.use: a Strategy is wanted"),
-        (["--set", "tune.target=0.5"], "tune: target=0.5: the default strategy has no target"),
-        (["--set", "tune.target=0.5", "--strategy", "Throughput"], r"kasoku\.tune\.Throughput has no target"),
+        (["--set", "tune.target=0.5"], r"tune\.target: no such key"),
         (["--range", "a:b"], "--range a:b: LOW:HIGH is wanted"),
         (["--set", "batch=2000"], "batch=2000: at most 1437 images"),
         (["--set", "optimizer.lrr=1"], r"optimizer\.lrr: no such key: did you mean lr\?"),

@@ -1,24 +1,24 @@
-"""The options of every command: a frozen dataclass each. Nothing here imports torch, so help is there at once."""
+"""The options of every command: a frozen dataclass each, whose fields say how they are written.
+
+Nothing here imports torch, so help is there at once.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform, get_args, get_type_hints
 
-from kasoku.commands.options import (
-    AllowArguments,
-    CommandArguments,
-    JsonArguments,
-    OptionalRecipe,
-    RecipeArguments,
-    argument,
-    option,
-)
-from kasoku.config.shipped import DOCUMENTS
+from kasoku.config.shipped import DOCUMENTS, locate
 
 if TYPE_CHECKING:
     from kasoku.config.recipe import Recipe
 
+_RECIPE = "a recipe file (TOML), or the name of a recipe that comes with kasoku (kasoku list)"
 PORT = 29500
 TIME_LIMIT, CPUS_PER_GPU = "1-00:00:00", 8  # of a Slurm job
 STRATEGIES = ("TimeToTarget", "Throughput", "EpochTimeMinimize", "GpuUsageMaximize")
@@ -32,13 +32,125 @@ PLACES = {
 }
 
 
+def argument(**settings: Any) -> Any:
+    """A field that is a positional argument; `settings` are those of argparse's `add_argument`."""
+    default: Any = None if settings.get("nargs") == "?" else MISSING
+    return field(default=default, metadata={"flag": "", "settings": settings})
+
+
+def option(flag: str = "", *, default: Any = None, **settings: Any) -> Any:
+    """A field that is an option, called `flag` or as the field; `settings` are those of argparse's `add_argument`.
+
+    Its default says how it is written: False is a switch, and () an option that may be given several times.
+    """
+    if settings.get("required"):
+        default = MISSING
+    elif default is False:
+        settings["action"] = "store_true"
+    elif default == ():
+        settings |= {"action": "append", "default": []}
+    else:
+        settings["default"] = default
+    return field(default=default, metadata={"flag": flag or "--", "settings": settings})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True, kw_only=True)
+class CommandArguments:
+    """The arguments of a command: its options are fields. `if_interrupted`: what an interruption leaves behind.
+
+    It and all classes below it are frozen dataclasses, whose fields are given by name.
+    """
+
+    traceback: bool = option(default=False, help="also show where an error came from")
+    words: tuple[str, ...] = ()  # of the command line, after `kasoku`
+    started: float = 0.0  # when the command was typed, on the clock of time.perf_counter
+    if_interrupted: ClassVar[str] = "nothing was written"
+    description: ClassVar[str | None] = None  # at the head of its help
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class JsonArguments(CommandArguments):
+    """The arguments of a command that can answer programs; it fills `document`, which --json prints."""
+
+    json: bool = option(default=False, help="print one JSON object and nothing else")
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+class AllowArguments(CommandArguments):
+    """The arguments of a command that builds what a recipe or a run names."""
+
+    allow: tuple[str, ...] = option(default=(), metavar="NAME", help="your module or package that the recipe may use")
+
+
+class OptionalRecipe(AllowArguments):
+    """The arguments of a command that can do without a recipe."""
+
+    recipe: Path | None = argument(nargs="?", type=locate, help=_RECIPE)
+    set: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="change a setting of the recipe")
+
+
+class RecipeArguments(OptionalRecipe):
+    """The arguments of a command that reads a recipe."""
+
+    recipe: Path = argument(type=locate, help=_RECIPE)
+
+    def load(self, *settings: str) -> Recipe:
+        """The recipe with the settings of the command line, and these over them; its own modules can be imported."""
+        from kasoku.config.recipe import load  # torch: `kasoku --help` does without
+        from kasoku.config.trust import allow_beside
+
+        allow_beside(self.recipe)
+        return load(self.recipe, [*self.set, *settings])
+
+
+@contextmanager
+def only_json(document: Mapping[str, Any]) -> Iterator[None]:
+    """Prints the document of a command, also of one that fails with a part of it, and nothing else."""
+    from kasoku.core.files import json_text  # torch: `kasoku --help` does without
+
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        if document:  # of several ranks, the first one has it
+            print(json_text(document), end="")
+
+
+def declare(parser: argparse.ArgumentParser, kind: type[CommandArguments]) -> None:
+    """Has a parser read the fields of a dataclass; their annotations say of which type they are."""
+    types = get_type_hints(kind)
+    parser.description = kind.description
+    for each in fields(kind):
+        if not each.metadata:
+            continue
+        flag, settings = each.metadata["flag"], dict(each.metadata["settings"])
+        known = [t for t in (get_args(types[each.name]) or (types[each.name],)) if t in (int, float, Path)]
+        if known:
+            settings.setdefault("type", known[0])
+        if flag == "--":
+            flag += each.name.replace("_", "-")
+        parser.add_argument(*([flag] if flag else []), dest=each.name, **settings)
+    parser.set_defaults(kind=kind)
+
+
+def arguments_of(parsed: argparse.Namespace, words: Sequence[str], started: float) -> CommandArguments:
+    """The dataclass of what a parser read."""
+    kind: type[CommandArguments] = parsed.kind
+    read = {each.name: getattr(parsed, each.name) for each in fields(kind) if each.metadata}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
+    return kind(**given, words=tuple(words), started=started)
+
+
 class TrainArguments(OptionalRecipe):
     """The arguments of `kasoku train`."""
 
     out: Path | None = option(metavar="DIR", help="the run folder (default: runs/NAME-N)")
     resume: Path | None = option(metavar="DIR", help="go on with the run in DIR")
     go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
-    data: Path | None = option(metavar="DIR", help="without a recipe: a folder, .csv, .jsonl or .parquet of photos")
+    data: Path | None = option(metavar="DIR", help="photos without a recipe: folder, .csv, .jsonl, .parquet or pattern")
     weights: Path | None = option(metavar="FILE", help="with --data: published weights to start from")
     freeze: int = option(default=0, metavar="K", help="with --weights: do not train the first K blocks")
     members: int = option(default=0, metavar="K", help="train K members of an ensemble")
@@ -116,11 +228,11 @@ class TuneArguments(RecipeArguments, JsonArguments):
     if_interrupted: ClassVar[str] = "nothing was changed"
 
     def load(self, *settings: str) -> Recipe:
-        """The recipe; --strategy and --budget are keys of its table [tune]."""
+        """The recipe; --strategy and --budget are keys of its table [tune], and --set changes a strategy's own."""
         use = f"kasoku.tune.{self.strategy}" if self.strategy in STRATEGIES else self.strategy
         strategy = [f'tune.strategy={{use = "{use}"}}'] if use else []
         budget = [] if self.budget is None else [f"tune.budget={self.budget}"]
-        return super().load(*strategy, *budget, *settings)
+        return RecipeArguments.load(replace(self, set=(*strategy, *self.set)), *budget, *settings)
 
 
 class SearchArguments(RecipeArguments):
@@ -140,6 +252,13 @@ class ProfileArguments(RecipeArguments, JsonArguments):
     ranks: int | None = option(metavar="N", help="processes on this machine (default: as kasoku train)")
     out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
     if_interrupted: ClassVar[str] = "no run was changed"
+    description: ClassVar[str] = "kasoku profile [--out DIR] -- python train.py ...: the same of a script as it is"
+
+
+class ScriptArguments(CommandArguments):
+    """The arguments of `kasoku profile -- COMMAND`."""
+
+    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
 
 
 class SimulateArguments(RecipeArguments, JsonArguments):
@@ -148,7 +267,7 @@ class SimulateArguments(RecipeArguments, JsonArguments):
     cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
     gpus: int | None = option(metavar="N", help="how many (default: all of a node)")
     batch: int | None = option(metavar="B", help="of the recipe, over all GPUs (default: the recipe's)")
-    profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
+    profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
     sweep: str = option(default="", metavar="gpus=A:B", help="draw scaling curves")
     what_if: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="of the cluster, as latency=0.5")
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
@@ -164,7 +283,7 @@ class PlanArguments(OptionalRecipe, JsonArguments):
     buckets: bool = option(default=False, help="also print groups for plain DDP: its bucket_cap_mb_list")
     compare: Path | None = option(metavar="RUN", help="instead: compare a run with the plan of its recipe")
     noise_scale: float | None = option(metavar="B", help="of gradients, in images: try other batches too")
-    profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
+    profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
 
 
@@ -197,7 +316,7 @@ class EvaluateArguments(AllowArguments, JsonArguments):
     """The arguments of `kasoku eval`."""
 
     runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
-    data: Path | None = option(metavar="DIR", help="other test images: a folder with one folder a class")
+    data: Path | None = option(metavar="DIR", help="other test images, as train --data takes them")
 
 
 class PredictArguments(AllowArguments, JsonArguments):

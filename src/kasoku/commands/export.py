@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -171,7 +172,8 @@ def _card(trained: Trained, facts: Mapping[str, Any]) -> str:
     """The model card of a finished run, with front matter for hubs. Raises InputError without its result."""
     recipe, folder = trained.recipe, trained.path
     library = {"timm": "timm", "huggingface": "transformers"}.get(libraries.library_of(recipe.model), "kasoku")
-    data = Path(str(recipe.data.keys.get("root", ""))).name or recipe.data.use.rpartition(".")[2]
+    data = Path(str(recipe.data.keys.get("root", ""))).name.removesuffix(".parquet").strip("*-_")
+    data = data or recipe.data.use.rpartition(".")[2]
     techniques = ", ".join(type(technique).__name__ for technique in recipe.techniques) or "no techniques"
     try:
         result, known = Result.read(folder), read_json(folder / "environment.json")
@@ -180,6 +182,7 @@ def _card(trained: Trained, facts: Mapping[str, Any]) -> str:
             "network": recipe.model.name,
             "data": f"{data} ({recipe.data.use}), {len(trained.classes)} classes",
             **result.rows(folder),
+            "time in all": f"{result.seconds:.1f} s",
             "machine": ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["gpus"], machine["system"]]),
             "software": ", ".join(f"{name} {version}" for name, version in known["versions"].items()),
             "recipe": f"{recipe.epochs:g} epochs, batch {recipe.batch:,}, {recipe.optimizer.use}, {techniques}",
@@ -191,16 +194,11 @@ def _card(trained: Trained, facts: Mapping[str, Any]) -> str:
     del rows["run folder"]
     metrics = [{"type": "accuracy", "value": result.best_top1}]
     results = [{"task": {"type": _TASK}, "dataset": {"name": data, "type": data}, "metrics": metrics}]
-    front = {
-        "library_name": library,
-        "pipeline_tag": _TASK,
-        "tags": [_TASK, "kasoku"],
-        "model-index": [{"name": recipe.model.name, "results": results}],
-    }
-    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""]
-    lines += [f"# {recipe.model.name} on {data}", "", "An image classifier, trained with kasoku: `recipe.toml` has all"]
-    lines += ["settings, and the weights are those of the best evaluation.", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {text.replace('|', ' ')} |" for name, text in rows.items()]
-    lines += ["", "```console", "kasoku predict FOLDER photo.jpg", "```", "", "```python", _USES[library], "```", ""]
-    lines += [f"- {name}: {facts[name]}" for name in ("input", "resize", "output")]
-    return "\n".join(lines) + "\n"
+    return Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
+        facts,
+        library=library,
+        index=json.dumps([{"name": recipe.model.name, "results": results}], ensure_ascii=False),
+        title=f"{recipe.model.name} on {data}",
+        rows="\n".join(f"| {name} | {text.replace('|', ' ')} |" for name, text in rows.items()),
+        use=_USES[library],
+    )

@@ -88,7 +88,14 @@ def _rows(chosen: Choice) -> dict[str, str]:
     case, step = chosen.scenario, chosen.step
     recipe, device = case.recipe, case.simulator.cluster.device
     nodes = case.simulator.cluster.nodes_for(step.gpus)
-    sent = "exchange" if step.inputs.asynchronous else "all-reduce"
+    sent, algorithm = "exchange" if step.inputs.asynchronous else "all-reduce", step.inputs.choice()
+    reducer = case.simulator.sharing.reducer
+    alike = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
+    if step.gpus > 1 and isinstance(reducer, Hierarchical):
+        row = f", node={reducer.node}" if reducer.node else ""
+        algorithm += f"; reducer Hierarchical{row}" + (f", across={alike}" if alike else "")
+    elif step.gpus > 1 and alike:
+        algorithm += f"; reducer {alike}"
     usd = f"{chosen.usd:,.2f} USD ({chosen.usd * LEAST:,.2f} to {chosen.usd * MOST:,.2f})"
     return {
         "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes",
@@ -97,7 +104,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs",
         "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy})",
-        sent: step.inputs.choice() + _reducer(chosen),
+        sent: algorithm,
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
         **case.described(step),
         "throughput": f"{step.images_per_s:,.0f} images/s",
@@ -107,18 +114,6 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "simulated; how epochs scatter is not known",
         "source": device.source or "the cluster's file",
     }
-
-
-def _reducer(chosen: Choice) -> str:
-    """The reducer of the planned recipe, where it is not one all-reduce of fp32."""
-    reducer = chosen.scenario.simulator.sharing.reducer
-    if chosen.step.gpus == 1:
-        return ""
-    alike = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
-    if isinstance(reducer, Hierarchical):
-        row = f", node={reducer.node}" if reducer.node else ""
-        return f"; reducer Hierarchical{row}" + (f", across={alike}" if alike else "")
-    return f"; reducer {alike}" if alike else ""
 
 
 def _write(chosen: Choice, folder: Path, original: Path) -> dict[str, Any]:
@@ -145,7 +140,13 @@ def _write(chosen: Choice, folder: Path, original: Path) -> dict[str, Any]:
 def _compare(run: Path) -> dict[str, Any]:
     """Prints and returns the plan of a run beside its ledger, item by item; the print has the error of each."""
     check_regular(run)
-    plan = _figures(_plan_of(run), "not what kasoku plan writes: plan anew", "gpus", "batch", "images_per_s")
+    command = read_json(run / "environment.json").get("command")
+    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+    folders = [run, *(Path(word).parent for word in words if word.endswith(".toml"))][:2]  # or beside its recipe
+    files = [folder / "plan.json" for folder in folders if (folder / "plan.json").is_file()]
+    if not files:
+        raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
+    plan = _figures(files[0], "not what kasoku plan writes: plan anew", "gpus", "batch", "images_per_s")
     recipe, ledger = load_recipe(run), _figures(run / "ledger.json", "it has no rows of seconds: train anew")
     ranks = len(ledger["ranks"]) if isinstance(ledger.get("ranks"), list) else 1
     if (ranks, recipe.batch) != (plan["gpus"], plan["batch"]):
@@ -165,17 +166,6 @@ def _compare(run: Path) -> dict[str, Any]:
         rows["throughput"] = f"{rate:,.0f} images/s expected, {reached:,.0f} reached: {rate / reached - 1:+.1%}"
     print_table(f"{run}", rows)
     return {"seconds": pairs, "images_per_s": [rate, reached]}
-
-
-def _plan_of(run: Path) -> Path:
-    """The plan.json of a run: in its folder, or beside the recipe that it was trained from."""
-    command = read_json(run / "environment.json").get("command")
-    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
-    folders = [run, *(Path(word).parent for word in words if word.endswith(".toml"))][:2]
-    files = [folder / "plan.json" for folder in folders if (folder / "plan.json").is_file()]
-    if not files:
-        raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
-    return files[0]
 
 
 def _figures(file: Path, otherwise: str, *keys: str) -> dict[str, Any]:

@@ -1,32 +1,45 @@
-"""`kasoku profile`: where the time of a recipe's steps goes, on all ranks together, in tables, files and a verdict.
+"""`kasoku profile`: where the time of the steps of a recipe or a script goes, in tables, files and a verdict.
 
-Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds; of rank 0, with a line for each
-rank), profile-1.json, ... of the other ranks, ledger.json and timeline.json as a training writes them (of the profiled
-steps alone), and rank 0's trace.json for chrome://tracing or Perfetto.
+Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds; of the first rank, with a line for
+each rank), profile-1.json, ... of other ranks, ledger.json and timeline.json as a training writes them (of the profiled
+steps alone), and rank 0's trace.json for chrome://tracing or Perfetto. A script has no blocks, operators and trace.
 """
 
 import json
+import os
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from kasoku.commands.arguments import ProfileArguments
+from kasoku.commands.arguments import ProfileArguments, ScriptArguments
 from kasoku.config.ranks import check_same, gpus_for, is_asynchronous
 from kasoku.config.recipe import Recipe
-from kasoku.core import Comm, InputError
-from kasoku.core.files import write_text
+from kasoku.core import Comm, InputError, say
+from kasoku.core.files import read_json, write_text
 from kasoku.distributed.consensus import run_on_all_ranks
-from kasoku.distributed.local_launch import on_ranks
+from kasoku.distributed.local_launch import on_ranks, run_processes
 from kasoku.distributed.startup import Start
 from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
 from kasoku.report.bottleneck import StepFacts, find_bottlenecks
 from kasoku.report.profile_tables import ms, profile_tables
 from kasoku.report.profiler import Profiler, StepProfile
+from kasoku.report.script_timer import script_documents
 from kasoku.training.run_folder import output_folder, unused_folder
 from kasoku.training.trainer import build
+
+_PLUGIN = {  # of torch, which calls the function as the last act of its import, and fails if that fails
+    "kasoku_profile-0.dist-info/entry_points.txt": "[torch.backends]\nkasoku_profile = kasoku_profile:follow\n",
+    "kasoku_profile-0.dist-info/METADATA": "Metadata-Version: 2.1\nName: kasoku-profile\nVersion: 0\n",
+    "kasoku_profile.py": "from contextlib import suppress\nfollow = lambda: None\nwith suppress(ImportError):\n"
+    "    from kasoku.report.script_timer import follow_script as follow\n",  # a Python of COMMAND may have no kasoku
+}
+Profiled = tuple[int, StepProfile, Mapping[str, float], StepFacts]  # of a rank, with its number and its mean step
 
 
 def run(arguments: ProfileArguments) -> int:
@@ -35,12 +48,40 @@ def run(arguments: ProfileArguments) -> int:
         raise InputError(f"--steps {arguments.steps}: at least 1 step is wanted")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise InputError(f"--ranks {arguments.ranks}: at least 1 process is wanted")
-    count = partial(_ranks, arguments)
-    return on_ranks(partial(_profile, arguments), arguments.words, started=arguments.started, count=count)
+    run_rank, count = partial(_profile, arguments), lambda: arguments.ranks or gpus_for(arguments.load())
+    return on_ranks(run_rank, arguments.words, started=arguments.started, count=count)
 
 
-def _ranks(arguments: ProfileArguments) -> int:
-    return arguments.ranks or gpus_for(arguments.load())
+def run_script(arguments: ScriptArguments) -> int:
+    """Runs a script and profiles it; returns its exit code, or 2 if it made no step. Prints to standard error."""
+    command = arguments.words[arguments.words.index("--") + 1 :]
+    if not command:
+        raise InputError("kasoku profile --: a command is wanted, as kasoku profile -- python train.py")
+    script = next((word for word in command if word.endswith(".py")), command[-1])
+    folder = output_folder(arguments.out, Path(script), "profile")
+    with TemporaryDirectory() as home:
+        (Path(home) / "kasoku_profile-0.dist-info").mkdir()
+        for name, text in _PLUGIN.items():
+            write_text(Path(home) / name, text)
+        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+        code = run_processes(command, [{"KASOKU_PROFILE": home, "PYTHONPATH": path}])
+        results = sorted(map(read_json, Path(home).glob("*.json")), key=lambda each: (each["rank"], each["steps"]))
+    ranks = [*{each["rank"]: each for each in results}.values()]  # of each rank the process with the most steps
+    if not ranks:
+        say(f"profile: no Python process of {script} with kasoku ended after 4 or more steps of a torch.optim")
+        return code or 2
+    if len(ranks) < ranks[0]["ranks"]:
+        say(f"profile: only {len(ranks)} of {ranks[0]['ranks']} ranks ended on this machine, and not by a signal")
+    with redirect_stdout(sys.stderr):
+        report_script(folder, ranks)
+    return code
+
+
+def report_script(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Writes and prints the profile of a script, of what `ScriptTimer.finish` gave on each rank."""
+    empty = StepProfile([], [], [], [], {})
+    profiles = [(rank["rank"], empty, rank["mean_s"], StepFacts(**rank["facts"])) for rank in ranks]
+    _report(folder, profiles, *script_documents(ranks))
 
 
 def _recipe(arguments: ProfileArguments, ranks: int) -> Recipe:
@@ -72,36 +113,37 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     means = ledger.mean_s()
     profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json" if comm.rank == 0 else None)
     job.drain()
-    profiles = comm.gather_objects((profile, means, facts))
-
-    def report() -> None:
-        """On rank 0: writes the files and prints the tables."""
-        first, *others = [asdict(each) for each, _, _ in profiles]
-        first["ranks"] = _by_rank(profiles)
-        documents = {"profile.json": first, "ledger.json": document, "timeline.json": timeline}
-        documents |= {f"profile-{i}.json": other for i, other in enumerate(others, 1)}
-        for name, content in documents.items():
-            write_text(folder / name, json.dumps(content, indent=1) + "\n")
-        arguments.document.update(folder=str(folder), profile=first, ledger=document)
-        step_s: dict[str, float] = document["step_s"]
-        whole_s = sum(step_s.values())
-        rows = {row: f"{ms(s)} ms  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}
-        print_table("a step, the median", {**rows, "in all": f"{ms(whole_s)} ms"})
-        for title, head, cells in profile_tables(first):
-            print_table(title, cells, head)
-        if others:
-            print(_slowest(first["ranks"]))
-        for cause in document["verdict"]:
-            print(StepBottleneck(**cause))
-        print(f"{folder}: {', '.join(documents)}, trace.json (open it in chrome://tracing or Perfetto)")
-
-    run_on_all_ranks(comm, lambda: report() if comm.rank == 0 else None)
+    profiles = comm.gather_objects((comm.rank, profile, means, facts))
+    report = partial(_report, folder, profiles, document, timeline)
+    arguments.document.update(run_on_all_ranks(comm, lambda: report() if comm.rank == 0 else {}))
     return 0
 
 
-def _by_rank(profiles: Sequence[tuple[StepProfile, Mapping[str, float], StepFacts]]) -> list[dict[str, Any]]:
+def _report(folder: Path, profiles: Sequence[Profiled], ledger: Mapping[str, Any], timeline: object) -> dict[str, Any]:
+    """Writes the files and prints the tables; returns what --json prints."""
+    first, *others = [asdict(each) for _, each, _, _ in profiles]
+    first["ranks"] = _by_rank(profiles)
+    documents = {"profile.json": first, "ledger.json": ledger, "timeline.json": timeline}
+    documents |= {f"profile-{rank}.json": other for (rank, *_), other in zip(profiles[1:], others, strict=True)}
+    for name, content in documents.items():
+        write_text(folder / name, json.dumps(content, indent=1) + "\n")
+    step_s: dict[str, float] = ledger["step_s"]
+    whole_s = sum(step_s.values())
+    rows = {row: f"{ms(s)} ms  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}
+    print_table("a step, the median", {**rows, "in all": f"{ms(whole_s)} ms"})
+    for title, head, cells in profile_tables(first):
+        print_table(title, cells, head)
+    if others:
+        print(_slowest(first["ranks"]))
+    print(*(StepBottleneck(**cause) for cause in ledger["verdict"]), sep="\n")
+    traced = ", trace.json (open it in chrome://tracing or Perfetto)" if first["blocks"] else ""
+    print(f"{folder}: {', '.join(documents)}{traced}")
+    return {"folder": str(folder), "profile": first, "ledger": ledger}
+
+
+def _by_rank(profiles: Sequence[Profiled]) -> list[dict[str, Any]]:
     """What each rank does in the mean step, in rank order: seconds, the share that its device is idle, the verdict."""
-    transfer_s = min(step["exposed"] for _, step, _ in profiles)  # longer waits are for other ranks
+    transfer_s = min(step["exposed"] for _, _, step, _ in profiles)  # longer waits are for other ranks
     return [
         {
             "rank": rank,
@@ -110,11 +152,14 @@ def _by_rank(profiles: Sequence[tuple[StepProfile, Mapping[str, float], StepFact
             **{f"{row}_s": step[row] for row in ("forward", "backward", "update")},
             "input_s": step["input"],
             "wait_s": step["exposed"],
-            "idle": statistics.fmean(each.idle_s / max(each.step_s, 1e-9) for each in profile.iterations),
+            "idle": statistics.fmean(
+                [each.idle_s / max(each.step_s, 1e-9) for each in profile.iterations]
+                or [sum(step[row] for row in ("input", "exposed", "other")) / sum(step.values())]
+            ),
             "bottleneck": find_bottlenecks([step], facts, profile.bounds, transfer_s=transfer_s)[0].cause,
             "iterations": [asdict(each) for each in profile.iterations],
         }
-        for rank, (profile, step, facts) in enumerate(profiles)
+        for rank, profile, step, facts in profiles
     ]
 
 
@@ -124,4 +169,4 @@ def _slowest(ranks: Sequence[Mapping[str, Any]]) -> str:
     last = own_s.index(max(own_s))
     more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
     work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
-    return f"slowest: rank {last}, {work}; {ranks[last]['bottleneck']}"
+    return f"slowest: rank {ranks[last]['rank']}, {work}; {ranks[last]['bottleneck']}"

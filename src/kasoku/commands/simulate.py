@@ -18,7 +18,7 @@ from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
 from kasoku.simulate import SimulatedStep, timeline
 from kasoku.simulate import load as load_cluster
-from kasoku.simulate.from_recipe import Scenario, efficiency, scenario, sizes, sweep
+from kasoku.simulate.from_recipe import Scenario, scenario, sizes, sweep
 from kasoku.training.run_folder import output_folder
 
 _MS = 1e3
@@ -34,7 +34,10 @@ def run(arguments: SimulateArguments) -> int:
     changed = load_cluster(arguments.cluster, arguments.what_if) if what_if else None
     if changed and changed.device != cluster.device and arguments.profile:
         raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave --profile out")
-    over = sizes(cluster, *_range(arguments.sweep), fits=case.simulator.sharing.fits) if arguments.sweep else []
+    ends = re.fullmatch(r"gpus=(\d+):(\d+)", arguments.sweep)
+    if arguments.sweep and not ends:
+        raise InputError(f"--sweep {arguments.sweep}: gpus=A:B is wanted, as gpus=1:4096")
+    over = sizes(cluster, *map(int, ends.groups()), fits=case.simulator.sharing.fits) if ends else []
     step = case.step(gpus)
     for line in case.remarks(step):
         say(line)
@@ -63,7 +66,7 @@ def run(arguments: SimulateArguments) -> int:
         files.append("report.html")
         if lines:
             rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
-            shares = {name: list(zip(over, efficiency(steps), strict=True)) for name, steps in lines.items()}
+            shares = {name: [(n, speedup / n) for n, speedup in line] for name, line in speedups.items()}
             panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
             title = f"{cluster.name}, {document['sweep']['images_a_gpu']} images a GPU"
             title += f" in {parts} parts" if parts > 1 else ""
@@ -101,16 +104,8 @@ def _asynchronous(pace: Asynchronous) -> str:
     most, often = pace.max_staleness, pace.every if pace.hidden else max(1, pace.every)
     ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
     when = {0: "when the last are through", 1: "after each step"}.get(often, f"after every {often} steps")
-    groups = ", one group at a time" if pace.stream else ""
     shown = "beside computing" if pace.hidden else "waited for at once"
-    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{groups}, {shown}"
-
-
-def _range(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"gpus=(\d+):(\d+)", text)
-    if not match:
-        raise InputError(f"--sweep {text}: gpus=A:B is wanted, as gpus=1:4096")
-    return int(match[1]), int(match[2])
+    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}, {shown}"
 
 
 def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:
@@ -120,11 +115,12 @@ def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:
     whole = sum(rows[kind] for kind in kinds)
     step_s = {kind: rows[kind] / whole * step.step_s for kind in kinds}
     cluster, what = case.simulator.cluster, "updates" if step.inputs.asynchronous else "gradients"
+    drawn = {} if step.inputs.asynchronous else {"timeline": timeline(step)}
     return RunRecord(
         f"{name} on {step.gpus:,} {cluster.device.name}, simulated",
         toml.table(case.recipe),
         result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": case.recipe.epochs},
-        parts={"ledger": {"rows": rows, "step_s": step_s}, "timeline": timeline(step)},
+        parts={"ledger": {"rows": rows, "step_s": step_s}, **drawn},
         buckets=table(step.inputs.plan, step.inputs.tensors, what=what),
         machine={"chosen": f"{cluster.name}, simulated"},
     )

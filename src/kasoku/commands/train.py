@@ -22,7 +22,8 @@ from kasoku.config import trust
 from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
-from kasoku.core import Comm, InputError, say
+from kasoku.core import Comm, CorruptionError, InputError, say
+from kasoku.core.files import json_text
 from kasoku.data import Shares
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kasoku.training.auto_batch import TunedRecipe
     from kasoku.training.run_state import Training
 
-DIVERGED, STOPPED = 3, 75  # exit codes
+DIVERGED, CORRUPTED, STOPPED = 3, 5, 75  # exit codes
 
 
 def run(arguments: TrainArguments) -> int:
@@ -126,15 +127,15 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 
     try:
         return _train_on_rank(arguments, comm, start)
-    except DivergedError as error:
+    except (DivergedError, CorruptionError) as error:
         _say_once(comm, str(error))
-        return DIVERGED
+        return DIVERGED if isinstance(error, DivergedError) else CORRUPTED
 
 
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
     from kasoku.data.datasets.folder_index import scanned_once
-    from kasoku.report import print_table
+    from kasoku.report import dry_run, print_table
     from kasoku.training import elastic, trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
@@ -143,7 +144,8 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         trust.allow_beside(arguments.recipe)  # the run's recipe was made from this one
         arguments = replace(arguments, resume=arguments.out, out=None, set=(), members=0, vary=())
     read = partial(_recipe_and_folder, arguments)
-    recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
+    reading = partial(scanned_once, comm, read) if arguments.data else read
+    recipe, folder = start.do("recipe", lambda: run_on_all_ranks(comm, reading))
     folder = comm.broadcast_object(folder)
     check_same(recipe, comm)
     resume = arguments.resume is not None
@@ -165,7 +167,8 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         shares = shares_in(folder, comm, recipe.batch)
     build = partial(trainer.build, recipe, comm, dataset=dataset, start=start, shares=Shares(shares))
     training = run_on_all_ranks(comm, build)
-    rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
+    rows = dry_run.photo_rows(recipe, training.dataset, training.job.model) if announced else {}
+    rows |= start.do("estimate", partial(_time_row, training)) if announced else {}
     with _advised(folder):
         begin = partial(_begin, arguments, training, tuned, rows)
         started = arguments.started
@@ -182,7 +185,7 @@ def _say_once(comm: Comm, line: str) -> None:
 
 def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
     """Prints the recipe, or what it would do; of a folder of photos also how long that would take."""
-    from kasoku.report import dry_run
+    from kasoku.report import dry_run, print_table
     from kasoku.training import trainer
 
     shown: dict[str, Any] = {}
@@ -191,12 +194,15 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
     elif arguments.data and not arguments.show:
         training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
         _say_once(comm, dry_run.remark(recipe, training.dataset, training.outputs))
-        shown = {"data": info_of(training.dataset), "model": training.job.model, "first": _photo_rows(training)}
+        rows = dry_run.photo_rows(recipe, training.dataset, training.job.model)
+        shown = {"data": info_of(training.dataset), "model": training.job.model, "first": rows}
     if comm.rank == 0 and arguments.show:
         print(dumps(recipe), end="")
     elif comm.rank == 0:
         _say_once(comm, schedule_warning(recipe))
         dry_run.preview(recipe, plot=arguments.plot, **shown)
+    if shown and (row := _time_row(training)) and comm.rank == 0:
+        print_table("", row)
     return 0
 
 
@@ -222,12 +228,13 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
     return tuned
 
 
-def _photo_rows(training: Training) -> dict[str, str]:
-    """What was chosen for a folder of photos, and how long that takes. Collective."""
-    from kasoku.report.dry_run import photo_rows
-    from kasoku.training.estimate import estimated_s
+def _time_row(training: Training) -> dict[str, str]:
+    """How long a training takes. Collective; computes a few steps."""
+    from kasoku.training.auto_batch import estimated_s
 
-    return photo_rows(training.recipe, training.dataset, training.job.model, estimated_s(training))
+    seconds = estimated_s(training)
+    unit, unit_s = next((unit for unit in (("s", 1), ("min", 60)) if seconds < 120 * unit[1]), ("h", 3600))
+    return {"time": f"about {max(1, round(seconds / unit_s))} {unit} on this machine, from a few steps"}
 
 
 def _begin(
@@ -242,9 +249,7 @@ def _begin(
         _say_once(training.job.comm, remark(recipe, training.dataset, training.outputs))
         training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
-            from kasoku.tune.measurement import write_tuning
-
-            write_tuning(run.path, tuned.result.as_json())
+            run.write("tuning.json", json_text(tuned.result.as_json()))
     elif arguments.set:
         run.write_recipe(recipe)
     if not arguments.quiet:

@@ -1,6 +1,8 @@
 """`kasoku tune`: the batch of a recipe, found by trying sizes."""
 
+import re
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -9,11 +11,12 @@ from kasoku.config.ranks import check_same
 from kasoku.config.recipe import Recipe, read_document
 from kasoku.core import Comm, InputError
 from kasoku.core.errors import nearest
+from kasoku.core.files import json_text, write_text
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 from kasoku.training.auto_batch import show, tune
-from kasoku.tune.measurement import write_tuning
+from kasoku.training.run_folder import output_folder
 
 
 def run(arguments: TuneArguments) -> int:
@@ -37,6 +40,11 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     sizes = run_on_all_ranks(comm, lambda: _range(arguments.range) if arguments.range else (0, 0))
     recipe = run_on_all_ranks(comm, arguments.load)
     check_same(recipe, comm)
+
+    def create() -> Path | None:
+        return output_folder(arguments.out, arguments.recipe, "tuned") if arguments.out and comm.rank == 0 else None
+
+    folder = run_on_all_ranks(comm, create)  # refused before minutes of search
     # where the recipe does not say how the rates follow the batch, they stay those of its own batch
     known = recipe.reference_batch or read_document(arguments.recipe, arguments.set).get("points")
     fixed = [] if known else [f"reference_batch={recipe.batch}"]
@@ -53,20 +61,20 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
             if tuned.recipe.accumulate != recipe.accumulate:
                 chosen.append(f"accumulate={tuned.recipe.accumulate}")
             print(" ".join(f"--set {setting}" for setting in chosen))
-            arguments.document.update(settings=chosen, **tuned.result.as_json())
-            if arguments.out:
-                write_tuning(arguments.out, tuned.result.as_json())
+            document = tuned.result.as_json()
+            arguments.document.update(settings=chosen, **document)
+            if folder:
+                write_text(folder / "tuning.json", json_text(document))
 
     run_on_all_ranks(comm, report)
     return 0
 
 
 def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    try:
-        smallest, largest = int(low), int(high)
-    except ValueError:
-        raise InputError(f"--range {text}: LOW:HIGH is wanted, such as 32:512") from None
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match:
+        raise InputError(f"--range {text}: LOW:HIGH is wanted, such as 32:512")
+    smallest, largest = map(int, match.groups())
     if not 0 < smallest <= largest:
         raise InputError(f"--range {text}: an empty range; LOW above 0 and at most HIGH is wanted")
     return smallest, largest

@@ -7,6 +7,8 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -77,6 +79,11 @@ def find(name: str) -> tuple[str, Callable[..., Any]]:
         return name, toml.resolve(name, "NAME")
     if name in RECIPES:
         raise InputError(f'"{name}" is a recipe: kasoku train {name} --print shows it')
+    with suppress(ImportError, RuntimeError):  # it may not be installed, or not with this torch
+        if name == "timm" or import_module("timm").is_model(name):
+            network = "NAME" if name == "timm" else name
+            instead = f'model = {{use = "timm.create_model", model_name = "{network}"}}'
+            raise InputError(f'"{name}": not of kasoku but of timm: in a recipe write {instead}')
     short = sorted(full.rpartition(".")[2] for full in _names())
     raise InputError(f'"{name}": no such name{nearest(name, short) or ": kasoku list shows all"}')
 

@@ -15,8 +15,8 @@ from kasoku import models
 from kasoku.config.recipe import AUTO, Recipe, from_document
 from kasoku.config.toml import override
 from kasoku.core import InputError
-from kasoku.data import Encoded, folder
-from kasoku.data.datasets.tables import Source, source_of
+from kasoku.data import Encoded
+from kasoku.data.datasets.tables import read_photos
 
 _FROM_SCRATCH_UPDATES = 4_000  # about where small networks on small sets stop gaining; epochs follow from it
 _FINE_TUNE_UPDATES = 400
@@ -29,11 +29,7 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
 
     Raises InputError for a folder without classes or images, and for weights of no network of ours.
     """
-    try:
-        source, dataset = cast(Source, folder), folder(str(data))  # of several ranks one lists it
-    except InputError:
-        source = source_of(str(data))
-        dataset = source(str(data))
+    source, dataset = read_photos(str(data))
     train = cast(Encoded, dataset.train)
     n = len(train)
     side = _usual_side(train)

@@ -1,4 +1,7 @@
-"""A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result."""
+"""A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result.
+
+Its `points` are settings that are known at some batches, and interpolated between them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kasoku.config import libraries
-from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.shipped import RECIPES, locate
 from kasoku.config.toml import Factory, override, parameters_of, parse, read, resolve, table
 from kasoku.core import Checked, Constant, InputError, Range, Schedule, Technique, summary
@@ -92,21 +94,11 @@ class Tune(Checked):
     Args:
         strategy: `use` names a strategy with its arguments, such as kasoku.tune.Throughput, or one of your own;
             TimeToTarget if it is left out.
-        target: the `target` of a strategy that has one, as GpuUsageMaximize: any number that it takes.
         budget: seconds of tuning, above 0; then the best batch so far is taken.
     """
 
     strategy: Factory | None = None
-    target: float | None = None
     budget: Annotated[float, Range("seconds", above=0, below=math.inf)] = 60.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        made = self.strategy
-        unset = parameters_of(resolve(made.use, "strategy.use")).keys() - made.keys.keys() if made else ()
-        if self.target is not None and "target" not in unset:
-            use = made.use if made else "the default strategy"
-            raise InputError(f"target={self.target:g}: {use} has no target, or is given one: remove it")
 
 
 @dataclass(frozen=True)
@@ -318,6 +310,59 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
     if first:
         document = {**document, "batch": first, "origin": _AUTO_ORIGIN}
     return parse(Recipe, document)
+
+
+def batches_of_points(document: dict[str, Any]) -> list[int]:
+    """The batches of the points of a document; empty if it has no points."""
+    points = document.get("points")
+    return [p["batch"] for p in points if isinstance(p, dict) and "batch" in p] if isinstance(points, list) else []
+
+
+def at_batch(document: dict[str, Any], points: Any) -> dict[str, Any]:
+    """The document with the settings of its `points` for its batch.
+
+    A point is a table of settings that hold at its `batch`. Between two points, numbers are interpolated linearly in
+    the logarithm of the batch. Raises InputError for points that are not such tables, and for a batch outside them.
+    """
+    batch = document.get("batch")
+    valid = isinstance(points, list) and all(isinstance(p, dict) and type(p.get("batch")) is int for p in points)
+    if not valid or any(p["batch"] < 1 for p in points) or len({p["batch"] for p in points}) < len(points):
+        raise InputError("points: [[points]] tables are wanted, each of another batch (at least 1), with its settings")
+    ordered = sorted(points, key=lambda point: int(point["batch"]))
+    if not ordered or type(batch) is not int:
+        return document
+    below = [p for p in ordered if p["batch"] <= batch]
+    above = [p for p in ordered if p["batch"] >= batch]
+    if not below or not above:
+        advice = "choose one of these, or --set points=[] and give the settings yourself"
+        smallest, largest = ordered[0]["batch"], ordered[-1]["batch"]
+        raise InputError(f"batch={batch}: this recipe has settings for {smallest} to {largest}; {advice}")
+    low, high = below[-1], above[0]
+    if low is high:
+        return _merged(document, {**low, "origin": f"the point {batch:,}"})
+    fraction = math.log(batch / low["batch"]) / math.log(high["batch"] / low["batch"])
+    origin = f"between the points {low['batch']:,} and {high['batch']:,}, interpolated: ours"
+    return _merged(document, {**_between(low, high, fraction), "batch": batch, "origin": origin})
+
+
+def _between(low: Any, high: Any, fraction: float) -> Any:
+    if isinstance(low, dict):
+        if not isinstance(high, dict) or low.keys() != high.keys():
+            raise InputError(f"points: {sorted(low)} beside {high}: all of them must give the same settings")
+        return {key: _between(low[key], high[key], fraction) for key in low}
+    if low == high:
+        return low
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in (low, high)):
+        raise InputError(f"points: between {low} and {high} nothing can be interpolated; choose the batch of a point")
+    return low + (high - low) * fraction
+
+
+def _merged(document: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    out = dict(document)
+    for key, value in part.items():
+        deeper = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if deeper else value
+    return out
 
 
 def flat_settings(document: Any, prefix: str = "") -> dict[str, Any]:

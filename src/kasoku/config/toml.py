@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -95,8 +96,10 @@ def _lookup(dotted: str, path: str) -> Callable[..., Any]:
         except (ImportError, RuntimeError, OSError) as error:
             if parts[0] not in trust.EXTRAS:
                 raise
-            advice = "install the torchvision that was built for this torch"  # timm imports it too
-            raise InputError(f'{path} = "{dotted}": {summary(error)}: {advice}') from error
+            # timm imports torchvision too
+            has = "; ".join(f"{d.name} {d.version}" for d in distributions() if d.name in ("torch", "torchvision"))
+            advice = "install the torchvision built for this torch: see its version table, with the same +cpu or +cuXXX"
+            raise InputError(f'{path} = "{dotted}": {summary(error)} ({has}): {advice}') from error
     else:
         install = f"pip install 'kasoku[{parts[0]}]'" if parts[0] in trust.EXTRAS else "install it"
         raise InputError(f'{path} = "{dotted}": there is no module {parts[0]} on the import path: {install}')

@@ -31,12 +31,11 @@ _KINDS = (Technique, Schedule, nn.Module, Optimizer, LRScheduler)
 _allowed: set[str] = set()  # modules and packages that the user has named
 _folders: set[Path] = set()  # of recipes that the user has given
 _own_used: set[str] = set()  # modules beside a recipe that it names
-_KNOWN: tuple[set[Any], ...] = (_allowed, _folders, _own_used)
 
 
 def forget() -> None:
     """Forgets all that this process was allowed."""
-    for known in _KNOWN:
+    for known in (_allowed, _folders, _own_used):
         known.clear()
 
 
@@ -48,15 +47,12 @@ def allow(names: Iterable[str]) -> None:
 @contextmanager
 def only(names: Iterable[str]) -> Iterator[None]:
     """Allows these modules and packages, and forgets the rest until the end: for a run folder of anybody's."""
-    before = [set(names) for names in _KNOWN]
-    forget()
-    allow(names)
+    global _allowed, _folders, _own_used
+    before, (_allowed, _folders, _own_used) = (_allowed, _folders, _own_used), (set(names), set(), set())
     try:
         yield
     finally:
-        forget()
-        for known, old in zip(_KNOWN, before, strict=True):
-            known.update(old)
+        _allowed, _folders, _own_used = before
 
 
 def allow_beside(recipe: Path | None) -> None:

@@ -3,10 +3,10 @@
 from kasoku.core.attribution import attributed, described
 from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, Solo, Work
-from kasoku.core.errors import InputError, one_line, say, summary
+from kasoku.core.errors import CorruptionError, InputError, one_line, say, summary
 from kasoku.core.job import Job
 from kasoku.core.job_state import Batch, Hyper, Stateful
-from kasoku.core.limits import Checked, Range
+from kasoku.core.limits import Checked, Range, checked
 from kasoku.core.local_threads import DeadlockError, Threads
 from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, StepDecay
 from kasoku.core.technique import Stage, Technique
@@ -19,6 +19,7 @@ __all__ = [
     "Clock",
     "Comm",
     "Constant",
+    "CorruptionError",
     "Cosine",
     "DeadlockError",
     "Hyper",
@@ -39,6 +40,7 @@ __all__ = [
     "Wall",
     "Work",
     "attributed",
+    "checked",
     "described",
     "one_line",
     "process_start",

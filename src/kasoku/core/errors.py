@@ -16,6 +16,14 @@ class InputError(ValueError):
     gone = resumable = False
 
 
+class CorruptionError(RuntimeError):
+    """A device changed bits without an error. Checkpoints of steps after `trusted` may hold wrong weights."""
+
+    def __init__(self, line: str, *, trusted: int) -> None:
+        super().__init__(line)
+        self.trusted = trusted
+
+
 def summary(error: BaseException) -> str:
     """What an exception says, in one line of at most 200 letters; the name of its type if it says nothing."""
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -52,6 +52,7 @@ class Job:
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
         in_backward: the `BackwardUpdates` of a technique that uses gradients as they arrive; None without one.
         vetoes_steps: an applied technique decides at each step whether any parameter changes.
+        rehearses: a technique runs a forward and backward of its own, which others are not to count.
         step_comm: the ranks that make each step together; not all of `comm` where ranks run ahead, until a sync point.
         patches: what techniques changed in other objects.
     """
@@ -68,9 +69,7 @@ class Job:
     ) -> None:
         if accumulate < 1:
             raise InputError(f"accumulate={accumulate}: at least 1 backward pass before each step")
-        self.model = model
-        self.loss = loss
-        self.loader = loader
+        self.model, self.loss, self.loader = model, loss, loader
         self.comm: Comm = comm or default_comm()
         self.step_comm = self.comm
         if self.comm.size > 1 and hasattr(loader, "trace") and getattr(loader, "size", 0) == 1:  # a loader of ours
@@ -78,7 +77,7 @@ class Job:
         self.accumulate = accumulate
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
-        self.needs_whole_gradients = self.vetoes_steps = False
+        self.needs_whole_gradients = self.vetoes_steps = self.rehearses = False
         self.in_backward: Any = None
         self.patches = Patches()
         self.applied: list[Technique] = []

@@ -47,6 +47,7 @@ class Technique(Checked):
     sums_exactly: ClassVar[bool] = False  # adds the gradients of all parts so that their order changes no bit
     overlaps_backward: ClassVar[bool] = False  # sends gradients in buckets while backward runs
     channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
+    stale: ClassVar[bool] = False  # its steps use weights that may lack the latest updates of other ranks
     averages_weights: ClassVar[bool] = False  # evaluates with other weights than those that are trained
     moves_weights: ClassVar[bool] = False  # changes weights by more than the optimizer's updates
     groups_span_ranks: ClassVar[bool] = False  # computes over the images of several ranks together

@@ -1,13 +1,17 @@
 """Private attributes of torch without a public equivalent, each with the torch version it was checked on."""
 
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import dataloader
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # BatchNorm as torch.nn calls it, with the statistics and the reserve that its backward reads (2.13).
@@ -16,6 +20,23 @@ batch_norm_backward: Any = torch.ops.aten._batch_norm_impl_index_backward
 fused_sgd: Any = torch._fused_sgd_  # the kernel of torch.optim.SGD(fused=True), in place (2.13)
 # (gradients, overflow, factor): multiplies them by it; sets overflow to 1 where one of them is not finite (2.13).
 unscale_and_check: Any = torch._amp_foreach_non_finite_check_and_unscale_
+data_loader_iterator: Any = dataloader._BaseDataLoaderIter  # the class of the iterators of torch's DataLoader (2.13)
+# (function): calls it when the running backward has computed its gradients, before DDP waits for buckets (2.13).
+at_end_of_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class _Call(partial[Any]):
+    """The call of a module in place of its own; a copy of the module, and one that is saved, goes without it."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def replace_call(module: nn.Module, around: Callable[..., Any]) -> Callable[[], object]:
+    """Has the calls of a module go to around(module, call, ...), until the result is called (2.13)."""
+    own, kept = vars(module).get("_compiled_call_impl"), weakref.ref(module)
+    vars(module)["_compiled_call_impl"] = _Call(around, module, own or module._call_impl)
+    return lambda: [vars(m).update(_compiled_call_impl=own) for m in [kept()] if m is not None]
 
 
 def version(x: Tensor) -> int:

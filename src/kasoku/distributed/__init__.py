@@ -7,6 +7,7 @@ from kasoku.distributed.ddp.all_reduce import AllReduce
 from kasoku.distributed.ddp.bucket_plan import Fixed, Graded, OneBucket, PerLayer, Planned, Policy
 from kasoku.distributed.ddp.compression import Hierarchical, LowRank, Mean, Reducer, Wire
 from kasoku.distributed.ddp.overlap import Overlap
+from kasoku.distributed.replay import Replay
 from kasoku.distributed.torch_comm import TorchComm
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Policy",
     "Recalibrate",
     "Reducer",
+    "Replay",
     "TorchComm",
     "VirtualRanks",
     "Wire",

@@ -2,17 +2,24 @@
 
 Note: stragglers. All ranks start the same collectives in the same order. So among ranks that are stalled, the other
 ranks wait for those that started the fewest. Messages between two ranks are not counted, as only two take part in them.
+
+Note: stacks. The heartbeat's thread reads those of all threads, so a rank whose main thread hangs still says where. It
+opens no source file, as a disk may be what hangs.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import sys
 import threading
-from collections import deque
+import traceback
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +32,7 @@ Names = Callable[[Sequence[int]], str]  # of ranks
 # What a rank does, as the first byte of its heartbeat.
 STARTING, STEPPING, BUSY, STALLED, RESTING = b"n", b"r", b"b", b"s", b"w"
 _KEPT = 64  # labels of the last collectives
+_FRAMES, _SHOWN = 24, 4  # of a stack, the innermost: in a report, in a line
 
 
 class Activity:
@@ -39,6 +47,7 @@ class Activity:
         self.counts: list[CountingComm] = []
         self.heartbeat: Any = None  # a StoreHeartbeat, which reports this to the other ranks
         self.membership: Any = None  # a Membership, where lost ranks need not end the training
+        self.stacks_file: Path | None = None  # where rank 0 writes the stacks of all ranks when one hangs
         self._last_step, self._busy_until = self._clock.now(), -math.inf
         self._rests = False
         self._durations_s: deque[float] = deque(maxlen=64)
@@ -101,9 +110,21 @@ class Activity:
 
     def report(self) -> dict[str, Any]:
         """The content of a heartbeat."""
-        idle_s, limit_s = self.idle_s, self.limit_s
-        counts = {count.name: count.report(labels=idle_s > limit_s / 2) for count in [*self.counts]}
-        return {"idle_s": round(idle_s, 1), "counts": counts, "rests": self._rests}
+        idle_s, stuck = self.idle_s, self.idle_s > self.limit_s / 2
+        counts = {count.name: count.report(labels=stuck) for count in [*self.counts]}
+        places = stacks() if stuck and self.state() in (STEPPING, STALLED) else {}
+        return {"idle_s": round(idle_s, 1), "counts": counts, "rests": self._rests, "stacks": places}
+
+
+def stacks() -> dict[str, list[str]]:
+    """Where each thread of this process is in the source, the innermost place first; the main thread comes first."""
+    frames, places = sys._current_frames(), defaultdict[str, list[str]](list)
+    for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread()):
+        if own := frames.get(thread.ident or 0):  # a thread that has just begun has none
+            for frame, line in islice(traceback.walk_stack(own), _FRAMES):
+                file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+                places[thread.name].append(f"{file}:{line} {frame.f_code.co_qualname}")
+    return dict(places)
 
 
 class CountingComm(Comm):
@@ -252,7 +273,8 @@ def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> s
             label = next((label for label in labels if label), f"collective #{low + 1}")
             waiting = [rank for rank in ahead if counts[rank]["waits"] == label]
             does = f"{names([waiting[0]])} waits in" if waiting else f"{names([ahead[0]])} has started"
-            candidates.append((not waiting, f"{names(late)} {_have(late)} not joined {label}{channel}, which {does}"))
+            line = f"{names(late)} {_have(late)} not joined {label}{channel}, which {does}{_place(reports, late)}"
+            candidates.append((not waiting, line))
     if candidates:
         return min(candidates)[1]
     waits: dict[int, str] = {}  # all ranks have started the same collectives
@@ -262,11 +284,18 @@ def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> s
                 waits.setdefault(rank, f"{count['waits']}{channel}")
     idle = [rank for rank in at_work if rank not in waits]
     if not waits:
-        return f"{names(idle)} {_have(idle)} made none, and none waits for another (data? the device?)"
+        nothing = "made none, and none waits for another (data? the device?)"
+        return f"{names(idle)} {_have(idle)} {nothing}{_place(reports, idle)}"
     rank = min(waits)
     if not idle:
         return f"all wait, {names([rank])} in {waits[rank]} (the network? or ranks that wait for each other)"
-    return f"{names(idle)} {_have(idle)} made none, and {names([rank])} waits in {waits[rank]}"
+    return f"{names(idle)} {_have(idle)} made none, and {names([rank])} waits in {waits[rank]}{_place(reports, idle)}"
+
+
+def _place(reports: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Where the first of these ranks is that sent its stacks: a clause, the innermost place first."""
+    known = ((rank, places) for rank in ranks for places in [*reports[rank].get("stacks", {}).values()][:1])
+    return next((f"; rank {rank} is at {' < '.join(places[:_SHOWN])}" for rank, places in known), "")
 
 
 def _have(ranks: Sequence[int]) -> str:

@@ -23,17 +23,18 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from kasoku.core import Comm, InputError, summary
 from kasoku.distributed.consensus import name_ranks
-from kasoku.distributed.counting_comm import BUSY, STALLED, STARTING, Activity, CountingComm, describe_stragglers
+from kasoku.distributed.counting_comm import BUSY, STALLED, STARTING, Activity, CountingComm, Names, describe_stragglers
 
 LOST_RANK_EXIT_CODE = 4  # of a process that ends because another rank died or hangs
 # The first byte of a heartbeat: what the rank does (Activity.state), or its last word.
@@ -257,7 +258,12 @@ class StoreHeartbeat:
         if STALLED not in [states[i] for i in at_work]:  # it has come to rest since its state was read
             return None
         idle_s = max(reports[i]["idle_s"] for i in at_work)
-        return f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}", []
+        line = f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
+        if (file := self.activity.stacks_file) is not None:
+            written: list[Path] = []  # by another thread: a disk that hangs must not hold up the verdict
+            daemon("kasoku stacks", _write_stacks, file, self.names, reports, written).join(self.settings.beat_s)
+            line += f"; all stacks are in {file}" if written else ""
+        return line, []
 
     def death(self, ranks: Sequence[int]) -> Fault:
         """The fault of dead ranks. One that failed by an error ends all: it might meet the others too."""
@@ -324,3 +330,15 @@ class StoreHeartbeat:
     def wait_for_verdict(self) -> None:
         """Waits as long as it may take to name a death."""
         self.over.wait(self.settings.dead_s + 5 * self.settings.beat_s)
+
+
+def _write_stacks(file: Path, names: Names, reports: Sequence[Mapping[str, Any]], written: list[Path]) -> None:
+    """Writes the stacks of all ranks, and adds the file to `written`; does nothing if it cannot be written."""
+    lines = []
+    for rank, report in enumerate(reports):
+        lines.append(f"{names([rank])}, no step for {report['idle_s']} s\n")
+        for thread, places in report["stacks"].items():
+            lines += [f"  {thread}\n", *(f"    {place}\n" for place in places)]
+    with suppress(OSError):
+        file.write_text("".join(lines), encoding="utf-8")
+        written.append(file)

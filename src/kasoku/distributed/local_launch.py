@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kasoku.core import Comm, say
@@ -79,6 +79,11 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
             port = s.getsockname()[1]
     common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "kasoku", *arguments]
+    return run_processes(command, [common | here.environment for here in places])
+
+
+def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> int:
+    """Runs a command once with each of these sets of variables, and forwards signals; the exit code as of `spawn`."""
     processes: list[subprocess.Popen[bytes]] = []
     arrived: list[int] = []
     regrouped = threading.Event()
@@ -91,10 +96,9 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
     old = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: regrouped.set())
     try:
-        for here in places:
+        for own in variables:
             if not arrived:  # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
-                environment = {**os.environ, **common, **here.environment}
-                processes.append(subprocess.Popen(command, env=environment, process_group=0))
+                processes.append(subprocess.Popen(command, env={**os.environ, **own}, process_group=0))
         return _wait(processes, regrouped)
     finally:
         for process in processes:

@@ -6,18 +6,7 @@ from kasoku.models.huggingface import huggingface
 from kasoku.models.plain_cnns import alexnet, cnn4, cnn11
 from kasoku.models.pretrained import Pretrained, fill, freeze, load, read
 from kasoku.models.resnet import cifar_resnet18, cifar_resnet50, resnet18, resnet34, resnet50, resnet101, resnet152
-from kasoku.models.vgg import (
-    cifar_vgg16,
-    cifar_vgg16_bn,
-    vgg11,
-    vgg11_bn,
-    vgg13,
-    vgg13_bn,
-    vgg16,
-    vgg16_bn,
-    vgg19,
-    vgg19_bn,
-)
+from kasoku.models.vgg import cifar_vgg16, cifar_vgg16_bn, vgg16, vgg16_bn
 
 __all__ = [
     "Pretrained",
@@ -40,12 +29,6 @@ __all__ = [
     "resnet50",
     "resnet101",
     "resnet152",
-    "vgg11",
-    "vgg11_bn",
-    "vgg13",
-    "vgg13_bn",
     "vgg16",
     "vgg16_bn",
-    "vgg19",
-    "vgg19_bn",
 ]

@@ -1,27 +1,17 @@
-"""Checks before training: counts, options, and whether a network takes images of a given size."""
+"""Checks before training: settings of networks, and whether a network takes images of a given size."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
 
-from kasoku.core.errors import InputError
+from kasoku.core import InputError, Range
 
+Count = Annotated[int, Range("give 1 or more", at_least=1)]  # of classes, of channels
+Stem = Literal["imagenet", "cifar"]
 USUAL_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 160, 192, 224, 256, 299, 384, 512)
-
-
-def check_counts(**counts: int) -> None:
-    """Raise InputError for a count (classes, channels) below 1."""
-    for name, count in counts.items():
-        if count < 1:
-            raise InputError(f"{name}={count}: give 1 or more")
-
-
-def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise InputError for an option that is not one of the allowed words."""
-    if value not in allowed:
-        raise InputError(f"{name}={value!r}: one of {', '.join(allowed)}")
 
 
 def check_widths(widths: Sequence[int], stages: int) -> None:

@@ -7,28 +7,29 @@ Note: why it learns fast
     The head starts with weights of unit variance, and its logits are scaled down: a large rate turns it gently.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kasoku.core.errors import InputError
-from kasoku.models.check import check_counts, check_option
+from kasoku.core import InputError, Range, checked
+from kasoku.models.check import Count
 
 PATCH = 2  # side of the patches that the first layer whitens
-ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Group(nn.Module):
-    """Two convolutions, each with BatchNorm and the activation; a max-pool after the first halves the size."""
+    """Two convolutions, each with BatchNorm and GELU; a max-pool after the first halves the size."""
 
-    def __init__(self, channels_in: int, channels: int, activation: str, norm_momentum: float) -> None:
+    def __init__(self, channels_in: int, channels: int, norm_momentum: float) -> None:
         super().__init__()
         self.conv1 = _identity_conv(channels_in, channels)
         self.pool = nn.MaxPool2d(2)
         self.norm1 = _unscaled_norm(channels, norm_momentum)
         self.conv2 = _identity_conv(channels, channels)
         self.norm2 = _unscaled_norm(channels, norm_momentum)
-        self.activation = ACTIVATIONS[activation]()
+        self.activation = nn.GELU()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         x_NCHW = self.activation(self.norm1(self.pool(self.conv1(x_NCHW))))
@@ -43,36 +44,31 @@ class CifarNet(nn.Module):
         num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
         in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
         widths: channels of the groups, one number for each group, each at least 1.
-        activation: "gelu" or "relu".
         norm_momentum: weight of the new batch in BatchNorm's running statistics, as torch has it; any number.
-        head_scale: factor on the logits, any number; 0: 1 / the last width, which suits weights of unit variance.
     """
 
+    @checked
     def __init__(
         self,
-        num_classes: int,
-        in_channels: int,
-        widths: tuple[int, ...],
-        activation: str,
+        num_classes: Count,
+        in_channels: Count,
+        widths: Annotated[tuple[int, ...], Range("channels of each group", at_least=1)],
         norm_momentum: float,
-        head_scale: float,
     ) -> None:
         super().__init__()
         if not widths:
             raise InputError("widths=(): give at least one, a group for each")
-        check_option("activation", activation, tuple(ACTIVATIONS))
-        check_counts(num_classes=num_classes, in_channels=in_channels, widths=min(widths))
         whitened = 2 * in_channels * PATCH**2
         self.whitening = nn.Conv2d(in_channels, whitened, PATCH)
         self.whitening.weight.requires_grad_(False)
         self.whitening.bias = nn.Parameter(torch.zeros(whitened))
-        self.activation = ACTIVATIONS[activation]()
+        self.activation = nn.GELU()
         self._groups = [f"group{i + 1}" for i in range(len(widths))]
         for name, before, width in zip(self._groups, (whitened, *widths), widths, strict=False):
-            self.add_module(name, Group(before, width, activation, norm_momentum))
+            self.add_module(name, Group(before, width, norm_momentum))
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
         nn.init.normal_(self.head.weight)
-        self.head_scale = head_scale or 1 / widths[-1]
+        self.head_scale = 1 / widths[-1]  # suits weights of unit variance
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
         x_NCHW = self.activation(self.whitening(images_NCHW))
@@ -137,13 +133,7 @@ def _unscaled_norm(channels: int, momentum: float) -> nn.BatchNorm2d:
 
 
 def cifarnet(
-    num_classes: int = 10,
-    in_channels: int = 3,
-    *,
-    widths: tuple[int, ...] = (64, 256, 256),
-    activation: str = "gelu",
-    norm_momentum: float = 0.4,
-    head_scale: float = 0.0,
+    num_classes: int = 10, in_channels: int = 3, *, widths: tuple[int, ...] = (64, 256, 256), norm_momentum: float = 0.4
 ) -> CifarNet:
     """A small fast network for small images: 2.0 M parameters, made for 32x32 (28x28 fits too)."""
-    return CifarNet(num_classes, in_channels, widths, activation, norm_momentum, head_scale)
+    return CifarNet(num_classes, in_channels, widths, norm_momentum)

@@ -8,7 +8,8 @@ linear head over the mean of the image are our choice.
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kasoku.models.check import check_counts, check_option, check_widths
+from kasoku.core import checked
+from kasoku.models.check import Count, Stem, check_widths
 
 CONVS = (1, 2, 3, 3, 2)  # of CNN11: convolutions of each stage; a max-pool follows each stage but the last
 
@@ -37,9 +38,9 @@ class AlexNet(PlainCNN):
         dropout: probability before each of the first two linear layers, from 0 to 1.
     """
 
-    def __init__(self, num_classes: int, in_channels: int, dropout: float) -> None:
+    @checked
+    def __init__(self, num_classes: Count, in_channels: Count, dropout: float) -> None:
         super().__init__()
-        check_counts(num_classes=num_classes, in_channels=in_channels)
         stage1 = (nn.Conv2d(in_channels, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2))
         stage2 = (nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2))
         stage3: list[nn.Module] = []
@@ -67,11 +68,10 @@ class CNN11(PlainCNN):
         widths: channels of each of the five stages, each at least 1.
     """
 
-    def __init__(self, num_classes: int, in_channels: int, stem: str, widths: tuple[int, ...]) -> None:
+    @checked
+    def __init__(self, num_classes: Count, in_channels: Count, stem: Stem, widths: tuple[int, ...]) -> None:
         super().__init__()
-        check_counts(num_classes=num_classes, in_channels=in_channels)
         check_widths(widths, len(CONVS))
-        check_option("stem", stem, ("imagenet", "cifar"))
         layers: list[nn.Module] = []
         size, stride, channels = (7, 2, in_channels) if stem == "imagenet" else (3, 1, in_channels)
         for width, convs in zip(widths, CONVS, strict=True):
@@ -90,7 +90,7 @@ def cnn11(
     num_classes: int = 1000,
     in_channels: int = 3,
     *,
-    stem: str = "imagenet",
+    stem: Stem = "imagenet",
     widths: tuple[int, ...] = (64, 128, 256, 384, 512),
 ) -> CNN11:
     """The network of 11 convolutions of [001]: 9.9 M parameters, made for 224x224 (stem="cifar": 32x32)."""
@@ -105,9 +105,9 @@ class CNN4(nn.Module):
         in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
     """
 
-    def __init__(self, num_classes: int, in_channels: int) -> None:
+    @checked
+    def __init__(self, num_classes: Count, in_channels: Count) -> None:
         super().__init__()
-        check_counts(num_classes=num_classes, in_channels=in_channels)
         layers: list[nn.Module] = []
         for channels, pool in ((16, True), (32, True), (64, False), (96, False)):
             layers += [nn.Conv2d(in_channels, channels, 3, padding=1, bias=False), *[nn.MaxPool2d(2)] * pool]

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from kasoku.models.check import check_counts, check_option, check_widths
+from kasoku.core import checked
+from kasoku.models.check import Count, Stem, check_widths
 
 WIDTHS = (64, 128, 256, 512)  # of the 3x3 convolutions of each of the four stages
 
@@ -73,23 +74,20 @@ class ResNet(nn.Module):
         num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
         in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
         stem: "imagenet" (7x7 with stride 2, then max-pool: a quarter of the size) or "cifar" (3x3, full size).
-        zero_init_residual: set the scale of each block's last BatchNorm to 0, so that the block starts as its shortcut.
         widths: channels of the 3x3 convolutions of each of the four stages, each at least 1; the stem has the first's.
     """
 
-    def __init__(  # noqa: PLR0913
+    @checked
+    def __init__(
         self,
         block: Block,
         depths: tuple[int, int, int, int],
-        num_classes: int,
-        in_channels: int,
-        stem: str,
-        zero_init_residual: bool,
+        num_classes: Count,
+        in_channels: Count,
+        stem: Stem,
         widths: tuple[int, ...] = WIDTHS,
     ) -> None:
         super().__init__()
-        check_counts(num_classes=num_classes, in_channels=in_channels)
-        check_option("stem", stem, ("imagenet", "cifar"))
         check_widths(widths, len(depths))
         large, e, first = stem == "imagenet", block.expansion, widths[0]
         self.conv1 = conv(in_channels, first, 7, 2) if large else conv(in_channels, first, 3)
@@ -105,8 +103,6 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
-                nn.init.zeros_(module.bn3.weight if isinstance(module, Bottleneck) else module.bn2.weight)
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
         x_NCHW = self.maxpool(self.relu(self.bn1(self.conv1(images_NCHW))))
@@ -124,53 +120,38 @@ def _stage(block: Block, channels_in: int, channels: int, depth: int, *, stride:
     return nn.Sequential(first, *(block(out, channels, 1, None) for _ in range(depth - 1)))
 
 
-def resnet18(
-    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
-) -> ResNet:
+def resnet18(num_classes: int = 1000, in_channels: int = 3, *, stem: Stem = "imagenet") -> ResNet:
     """ResNet-18: 11.7 M parameters, made for 224x224."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, stem, zero_init_residual)
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, stem)
 
 
-def resnet34(
-    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
-) -> ResNet:
+def resnet34(num_classes: int = 1000, in_channels: int = 3, *, stem: Stem = "imagenet") -> ResNet:
     """ResNet-34: 21.8 M parameters, made for 224x224."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, stem, zero_init_residual)
+    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, stem)
 
 
 def resnet50(
-    num_classes: int = 1000,
-    in_channels: int = 3,
-    *,
-    stem: str = "imagenet",
-    zero_init_residual: bool = False,
-    widths: tuple[int, ...] = WIDTHS,
+    num_classes: int = 1000, in_channels: int = 3, *, stem: Stem = "imagenet", widths: tuple[int, ...] = WIDTHS
 ) -> ResNet:
     """ResNet-50 v1.5: 25.6 M parameters, made for 224x224."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, stem, zero_init_residual, widths)
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, stem, widths)
 
 
-def resnet101(
-    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
-) -> ResNet:
+def resnet101(num_classes: int = 1000, in_channels: int = 3, *, stem: Stem = "imagenet") -> ResNet:
     """ResNet-101 v1.5: 44.5 M parameters, made for 224x224."""
-    return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, in_channels, stem, zero_init_residual)
+    return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, in_channels, stem)
 
 
-def resnet152(
-    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
-) -> ResNet:
+def resnet152(num_classes: int = 1000, in_channels: int = 3, *, stem: Stem = "imagenet") -> ResNet:
     """ResNet-152 v1.5: 60.2 M parameters, made for 224x224."""
-    return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, in_channels, stem, zero_init_residual)
+    return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, in_channels, stem)
 
 
-def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, zero_init_residual: bool = False) -> ResNet:
+def cifar_resnet18(num_classes: int = 10, in_channels: int = 3) -> ResNet:
     """ResNet-18 for small images (3x3 stem, no max-pool): 11.2 M parameters, made for 32x32."""
-    return resnet18(num_classes, in_channels, stem="cifar", zero_init_residual=zero_init_residual)
+    return resnet18(num_classes, in_channels, stem="cifar")
 
 
-def cifar_resnet50(
-    num_classes: int = 10, in_channels: int = 3, *, zero_init_residual: bool = False, widths: tuple[int, ...] = WIDTHS
-) -> ResNet:
+def cifar_resnet50(num_classes: int = 10, in_channels: int = 3, *, widths: tuple[int, ...] = WIDTHS) -> ResNet:
     """ResNet-50 v1.5 for small images (3x3 stem, no max-pool): 23.5 M parameters, made for 32x32."""
-    return resnet50(num_classes, in_channels, stem="cifar", zero_init_residual=zero_init_residual, widths=widths)
+    return resnet50(num_classes, in_channels, stem="cifar", widths=widths)

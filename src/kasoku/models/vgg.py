@@ -1,8 +1,14 @@
-"""VGG (Simonyan and Zisserman 2014), with torchvision's names and keys."""
+"""VGG (Simonyan and Zisserman 2014), with torchvision's names and keys.
+
+Other depths than 16: `use = "kasoku.models.vgg.VGG"` with `depth = 19`, and `batch_norm = true`.
+"""
+
+from typing import Literal
 
 from torch import nn
 
-from kasoku.models.check import check_counts, check_option, check_widths
+from kasoku.core import checked
+from kasoku.models.check import Count, Stem, check_widths
 from kasoku.models.plain_cnns import PlainCNN
 
 WIDTHS = (64, 128, 256, 512, 512)
@@ -23,20 +29,19 @@ class VGG(PlainCNN):
         widths: channels of each of the five stages, each at least 1.
     """
 
+    @checked
     def __init__(  # noqa: PLR0913
         self,
-        depth: int,
-        num_classes: int,
-        in_channels: int,
+        depth: Literal[11, 13, 16, 19],
+        num_classes: Count,
+        in_channels: Count,
         *,
         batch_norm: bool = False,
-        head: str = "imagenet",
+        head: Stem = "imagenet",
         dropout: float = 0.5,
         widths: tuple[int, ...] = WIDTHS,
     ) -> None:
         super().__init__()
-        check_counts(num_classes=num_classes, in_channels=in_channels)
-        check_option("head", head, ("imagenet", "cifar"))
         check_widths(widths, len(WIDTHS))
         layers: list[nn.Module] = []
         channels = in_channels
@@ -64,26 +69,6 @@ class VGG(PlainCNN):
                 nn.init.zeros_(module.bias)
 
 
-def vgg11(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-11: 132.9 M parameters, made for 224x224."""
-    return VGG(11, num_classes, in_channels, dropout=dropout)
-
-
-def vgg11_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-11 with BatchNorm: 132.9 M parameters, made for 224x224."""
-    return VGG(11, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
-def vgg13(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-13: 133.0 M parameters, made for 224x224."""
-    return VGG(13, num_classes, in_channels, dropout=dropout)
-
-
-def vgg13_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-13 with BatchNorm: 133.1 M parameters, made for 224x224."""
-    return VGG(13, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
 def vgg16(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
     """VGG-16: 138.4 M parameters, made for 224x224."""
     return VGG(16, num_classes, in_channels, dropout=dropout)
@@ -92,16 +77,6 @@ def vgg16(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5
 def vgg16_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
     """VGG-16 with BatchNorm: 138.4 M parameters, made for 224x224."""
     return VGG(16, num_classes, in_channels, batch_norm=True, dropout=dropout)
-
-
-def vgg19(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-19: 143.7 M parameters, made for 224x224."""
-    return VGG(19, num_classes, in_channels, dropout=dropout)
-
-
-def vgg19_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-    """VGG-19 with BatchNorm: 143.7 M parameters, made for 224x224."""
-    return VGG(19, num_classes, in_channels, batch_norm=True, dropout=dropout)
 
 
 def cifar_vgg16(num_classes: int = 10, in_channels: int = 3) -> VGG:

@@ -1,24 +1,24 @@
 """SGD with momentum and AdamW, in torch's fused form where the device has it."""
 
-from math import inf
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from kasoku.optim.param_groups import refuse_momentum_sgd, refuse_outside, split
+from kasoku.core import Range, checked
+from kasoku.optim.param_groups import NonNegative, Share, refuse_nesterov, split
 
 _FUSED = ("cpu", "cuda", "mps")  # devices where torch has fused steps
 
 
+@checked
 def sgd(
     model: nn.Module,
-    lr: float = 0.1,
+    lr: NonNegative = 0.1,
     *,
-    momentum: float = 0.9,
+    momentum: Share = 0.9,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
-    decay_all: bool = False,
+    weight_decay: NonNegative = 0.0,
 ) -> torch.optim.SGD:
     """SGD with (Nesterov) momentum, without weight decay on biases and norm parameters.
 
@@ -28,7 +28,6 @@ def sgd(
         momentum: share of the velocity kept at each step, from 0 to below 1.
         nesterov: look one step ahead along the velocity, which needs momentum.
         weight_decay: added to the gradient as weight_decay * w, 0 or more.
-        decay_all: decay biases and norm parameters as well.
 
     Raises:
         InputError: for a setting outside its range.
@@ -37,18 +36,18 @@ def sgd(
     Maths: v = momentum * v + g + weight_decay * w; w -= lr * v (Nesterov: lr * (g + weight_decay * w + momentum * v)).
     Ref: Sutskever et al. 2013; torch.optim.SGD.
     """
-    refuse_momentum_sgd(lr, momentum, nesterov=nesterov, weight_decay=weight_decay)
-    groups = _decay_groups(model, weight_decay, decay_all=decay_all)
+    refuse_nesterov(nesterov, momentum)
+    groups = _decay_groups(model, weight_decay)
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_has_fused(model))
 
 
+@checked
 def adamw(
     model: nn.Module,
-    lr: float = 1e-3,
+    lr: NonNegative = 1e-3,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.01,
-    decay_all: bool = False,
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)] = (0.9, 0.999),
+    weight_decay: NonNegative = 0.01,
 ) -> torch.optim.AdamW:
     """AdamW without weight decay on biases and norm parameters.
 
@@ -57,7 +56,6 @@ def adamw(
         lr: learning rate, 0 or more; a `Rate` technique multiplies it by its schedule.
         betas: shares that a step keeps of the running means of the gradient and of its square, from 0 to below 1.
         weight_decay: decoupled: w shrinks by lr * weight_decay * w; 0 or more.
-        decay_all: decay biases and norm parameters as well.
 
     Raises:
         InputError: for a setting outside its range.
@@ -66,15 +64,15 @@ def adamw(
     Costs: two state tensors for each parameter, where SGD has one.
     Ref: Loshchilov and Hutter 2019 (arXiv 1711.05101); torch.optim.AdamW.
     """
-    refuse_outside(lr=(lr, 0, inf), weight_decay=(weight_decay, 0, inf))
-    refuse_outside(**{f"betas[{i}]": (beta, 0.0, 1.0) for i, beta in enumerate(betas)})
-    groups = _decay_groups(model, weight_decay, decay_all=decay_all)
+    groups = _decay_groups(model, weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), fused=_has_fused(model))
 
 
-def _decay_groups(model: nn.Module, weight_decay: float, *, decay_all: bool) -> list[dict[str, Any]]:
+def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups for a torch optimizer: the decayed ones first; one group if none decays."""
-    decayed, undecayed = split(model, decay_all=decay_all or weight_decay == 0)
+    decayed, undecayed = split(model)
+    if weight_decay == 0:
+        decayed, undecayed = [p for p in model.parameters() if p.requires_grad], []
     groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
 

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from kasoku.core import InputError
-from kasoku.optim.param_groups import refuse_outside
+from kasoku.core import InputError, checked
+from kasoku.optim.param_groups import Share
 
 
 def logits_of(outputs_NK: Any) -> Tensor:
@@ -17,7 +17,8 @@ def logits_of(outputs_NK: Any) -> Tensor:
     return outputs_NK.float()
 
 
-def cross_entropy(outputs_NK: Tensor, labels_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
+@checked
+def cross_entropy(outputs_NK: Tensor, labels_N: Tensor, *, smoothing: Share = 0.0) -> Tensor:
     """Mean cross-entropy of logits, in float32, with label smoothing.
 
     Args:
@@ -30,5 +31,4 @@ def cross_entropy(outputs_NK: Tensor, labels_N: Tensor, *, smoothing: float = 0.
 
     Ref: Szegedy et al. 2016 (arXiv 1512.00567), 7.
     """
-    refuse_outside(smoothing=(smoothing, 0, 1))
     return functional.cross_entropy(logits_of(outputs_NK), labels_N, label_smoothing=smoothing)

@@ -7,15 +7,14 @@ batched products, which saves kernel launches.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import inf
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import Checked, InputError, Range
+from kasoku.core import Checked, InputError, Range, checked
 from kasoku.core.hardware import computes_bf16
-from kasoku.optim.param_groups import refuse_outside, split
+from kasoku.optim.param_groups import NonNegative, Share, split
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: small singular values rise fast, all end near 1 (0.7 to 1.2)
 
@@ -38,10 +37,10 @@ class SGDSettings(Checked):
             as usual.
     """
 
-    bias_lr: Annotated[float, Range(at_least=0)] = 0.1
-    head_lr: Annotated[float, Range(at_least=0)] = 0.1
-    momentum: Annotated[float, Range(at_least=0, below=1)] = 0.85
-    weight_decay: Annotated[float, Range(at_least=0, below=1)] = 0.0
+    bias_lr: NonNegative = 0.1
+    head_lr: NonNegative = 0.1
+    momentum: Share = 0.85
+    weight_decay: Share = 0.0
     decay_all: bool = False
     whitening_epochs: Annotated[float, Range(at_least=0)] = 0.0
 
@@ -119,8 +118,14 @@ def _orthogonalize_all(matrices: list[Tensor], steps: int) -> list[Tensor]:
     return out
 
 
+@checked
 def muon(
-    model: nn.Module, lr: float = 0.24, *, momentum: float = 0.6, steps: int = 3, rest: SGDSettings = SGDSettings()
+    model: nn.Module,
+    lr: NonNegative = 0.24,
+    *,
+    momentum: Share = 0.6,
+    steps: Annotated[int, Range("Newton-Schulz iterations; 3 or 5 are usual", at_least=1, at_most=10)] = 3,
+    rest: SGDSettings = SGDSettings(),
 ) -> Muon:
     """Muon for the filters; Nesterov SGD for biases, norm parameters and the head.
 
@@ -140,9 +145,6 @@ def muon(
         approximately; |w| is the norm of the filter bank.
     Ref: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); airbench94_muon for the normalised form.
     """
-    refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1))
-    if not 1 <= steps <= 10:
-        raise InputError(f"steps={steps}: from 1 to 10 Newton-Schulz iterations; 3 or 5 are usual")
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     head = linear[-1].weight if linear else None
     matrices, vectors = split(model)

@@ -6,5 +6,8 @@ from kasoku.report.ledger import Ledger
 from kasoku.report.loggers import Log
 from kasoku.report.phase_timer import Timed
 from kasoku.report.progress_bar import Bar, print_table
+from kasoku.report.script_timer import watch
 
-__all__ = ["Bar", "Ledger", "Log", "StepBottleneck", "StepFacts", "Timed", "environment", "facts_of", "print_table"]
+__all__ = [
+    "Bar", "Ledger", "Log", "StepBottleneck", "StepFacts", "Timed", "environment", "facts_of", "print_table", "watch",
+]  # fmt: skip

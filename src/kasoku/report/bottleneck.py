@@ -48,6 +48,7 @@ class StepFacts:
         cores: cores of this host that the process may use.
         processes: ranks that share these cores.
         starved: the share of time in which the main thread was ready to run but had no core.
+        ranks: the numbers of the ranks; None: from 0 on.
     """
 
     device: str
@@ -60,6 +61,7 @@ class StepFacts:
     cores: int = 1
     processes: int = 1
     starved: float = 0.0
+    ranks: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def find_bottlenecks(
     *,
     transfer_s: float | None = None,
     blocks: Sequence[Step] = (),
+    last_in: Sequence[float] = (),
 ) -> list[StepBottleneck]:
     """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
 
@@ -89,6 +92,7 @@ def find_bottlenecks(
     profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device. `transfer_s`: communication that no
     rank can hide: each step's minimum wait over ranks, as a mean over steps; None: the minimum over ranks of their mean
     waits. `blocks`: the computing seconds a step by block of the model, for each rank in rank order, if known.
+    `last_in`: the share of the last steps in which each rank waited least, so that the others waited for it.
     """
     if not steps or not all(steps):
         return []
@@ -98,7 +102,7 @@ def find_bottlenecks(
         transfer_s = min(step["exposed"] for step in steps)
     candidates = [
         *_of_all_ranks(usual, whole_s, facts, bounds or {}, transfer_s),
-        _straggler(steps, whole_s, blocks),
+        _straggler(steps, whole_s, blocks, last_in, facts.ranks or range(len(steps))),
         _calls(usual, whole_s, facts),
         _cores(usual, whole_s, facts),
     ]
@@ -151,7 +155,9 @@ def _of_all_ranks(
     yield _cause("loop-bound", usual["other"], whole_s, line, remedy)
 
 
-def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> StepBottleneck | None:
+def _straggler(
+    steps: Sequence[Step], whole_s: float, blocks: Sequence[Step], last_in: Sequence[float], ranks: Sequence[int]
+) -> StepBottleneck | None:
     """The rank with the most work of its own; its waits for other ranks do not count."""
     if len(steps) < 2:
         return None
@@ -163,9 +169,10 @@ def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) ->
     row = max(lags, key=lambda row: lags[row])
     waits_s = statistics.median(step["exposed"] for rank, step in enumerate(steps) if rank != last)
     most = f"most of it in {row} ({_ms(lags[row])}){_slow_block(blocks, last, lag_s)}"
-    line = f"rank {last} takes {_ms(lag_s)} longer than the other ranks by its own work, {most}"
+    line = f"rank {ranks[last]} takes {_ms(lag_s)} longer than the other ranks by its own work, {most}"
     line += f"; they wait {_ms(waits_s)} of each step"
-    remedy = f"check rank {last}'s host for other processes, its clock rate and its disk; or leave it out"
+    line += f", and it was the last in {last_in[last]:.0%} of the latest" if last_in else ""
+    remedy = f"check rank {ranks[last]}'s host for other processes, its clock rate and its disk; or leave it out"
     return _cause("straggler", lag_s, whole_s, line, remedy)
 
 
@@ -212,7 +219,7 @@ def _cores(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | No
     threads = facts.threads * facts.processes
     if threads <= facts.cores:
         line = f"{facts.starved:.0%} of the time the main thread was ready and had no core"
-        remedy = "end other processes on this machine, give the training more cores, or decode on fewer threads"
+        remedy = "end other processes on this machine, give the training more cores, or try --set device.threads=1"
         return _cause("CPU-starved", facts.starved * whole_s, whole_s, line, remedy, least=_MIN_STARVED)
     if facts.device != "cpu":
         return None
@@ -252,6 +259,7 @@ def facts_of(job: Job, batch: int, *, threads: int = 0, starved: float = 0.0) ->
     model = job.model
     first = next(model.parameters(), torch.zeros(0))
     one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
+    one_call = one_call or any(hasattr(m, "_orig_mod") for m in model.modules())  # of torch.compile
     leaves = [m for m in model.modules() if not list(m.children()) and not isinstance(m, _NO_LAUNCH)]
     return StepFacts(
         device=first.device.type,

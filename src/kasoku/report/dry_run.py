@@ -53,26 +53,24 @@ def preview(
     draw(plot, f"batch {recipe.batch:,}, {recipe.epochs:g} epochs", panels, x_label="epoch")
 
 
-def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module, seconds: float) -> dict[str, str]:
-    """What a training on a folder of photos has chosen, and about how long it will take."""
+def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module) -> dict[str, str]:
+    """What a training on photos has chosen."""
     parts = [part for part in (data.train, data.test) if isinstance(part, Files)]
     # the folders that hold the folders of the classes
     homes = [part.paths[0].rpartition(f"/{data.classes[int(part.labels_N[0])]}/")[0] for part in parts]
-    split = f"{recipe.data.keys.get('validation', 0.1):.0%} of each class"
+    split = f" ({recipe.data.keys.get('validation', 0.1):.0%} of each class)" if data.undivided else ""
     if len(set(homes)) > 1:
-        split = f"those of {Path(homes[1]).name}/"
+        split = f" (those of {Path(homes[1]).name}/)"
     rows: dict[str, list[str]] = {"augmentation": [], "techniques": []}
     for technique in recipe.techniques:
         row = rows["augmentation" if technique.changes_pixels else "techniques"]
         row.append(f"{type(technique).__name__}({_changed(technique)})")
-    unit, unit_s = next((unit for unit in (("s", 1), ("min", 60)) if seconds < 120 * unit[1]), ("h", 3600))
     return {
         "network": f"{recipe.model.name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
         "classes": f"{len(data.classes)}: {_some(data.classes)}",
-        "images": f"{len(data.train):,} to train, {len(data.test):,} to test ({split})",
+        "images": f"{len(data.train):,} to train, {len(data.test):,} to test{split}",
         "image size": f"{data.image_size[0]} pixels",
         **{name: ", ".join(row) for name, row in rows.items() if row},
-        "time": f"about {max(1, round(seconds / unit_s))} {unit} on this machine, from a few steps",
     }
 
 

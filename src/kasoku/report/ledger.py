@@ -4,7 +4,8 @@ Note: on a GPU. The host's time in the loop is divided among the rows as the dev
 """
 
 import statistics
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 
 from kasoku.core import Comm, Trace
-from kasoku.report.bottleneck import StepFacts, find_bottlenecks
+from kasoku.report.bottleneck import Step, StepFacts, find_bottlenecks
 from kasoku.report.phase_timer import APART, Steps
 
+Document = Mapping[str, Any]
 _STREAM = {"input": "input", "copy": "input", "transfer": "link"}  # transfers run beside the rank's own work
 _TIMELINE_RANKS = 16
 _COMPARED_STEPS = 200  # whose waits are compared between ranks
@@ -62,47 +64,33 @@ class Ledger:
         return sum(rows[row] for row in ("compile", *self.steps.step_rows))
 
     def mean_s(self) -> dict[str, float]:
-        """The mean step of this part by row; a median would hide an input that stalls at times. Empty before any."""
-        loop, count = self._loop(), self.steps.count
-        return {row: loop[row] / count for row in self.steps.step_rows} if count else {}
+        """The mean whole step by row, without "compile"; a median would hide an input that stalls. Empty before any."""
+        steps, warm_s = self.steps, self.steps.warm_s()
+        loop_s = {row: max(0.0, steps.loop_s[row] - warm_s.get(row, 0.0)) for row in steps.step_rows}
+        return {row: s / steps.count for row, s in loop_s.items() if steps.count}
 
     def starved(self) -> float:
         """The share of the time since the loop began in which this thread was ready but had no core; 0: unknown."""
         return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
 
-    def document(
-        self, comm: Comm, facts: StepFacts, bounds: Mapping[str, float] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def document(self, comm: Comm, facts: StepFacts, bounds: Step | None = None) -> tuple[Document, Document]:
         """The contents of ledger.json and timeline.json, of all ranks. Collective: all ranks call it.
 
         `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part;
         `bounds`: as for `find_bottlenecks`.
         """
+        return documents_of(comm.gather_objects(self.of_rank()), facts, bounds)
+
+    def of_rank(self) -> dict[str, Any]:
+        """This rank's part of the documents, for JSON; waits for a GPU."""
         self.steps.settle()
         waits = [step["exposed"] for step in self.steps.rows][-_COMPARED_STEPS:]
         rows = self.rows()
         this_part = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
         own: dict[str, Any] = {"rows": _rounded(this_part), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
         own |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
-        ranks = comm.gather_objects({**own, "spans": self._spans() if comm.rank < _TIMELINE_RANKS else []})
-        rows = ranks[0]["whole"]
-        # of each of the last steps the least wait of any rank, which is the transfer itself
-        least = [min(step) for step in zip(*(reversed(rank["waits"]) for rank in ranks), strict=False)]
-        transfer_s = statistics.fmean(least) if least else None
-        blocks = [rank["block_s"] for rank in ranks]
-        means = [rank["mean_s"] for rank in ranks]
-        causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, blocks=blocks)
-        ledger = {
-            "wall_s": round(sum(rows.values()), 3),
-            "rows": rows,
-            "beside": _rounded(self.beside | self.trace.beside),
-            "step_s": {row: round(s, 7) for row, s in ranks[0]["step_s"].items()},
-            "bounds": bounds or {},
-            "verdict": [asdict(cause) for cause in causes],
-            "ranks": [rank["rows"] for rank in ranks],
-            "facts": asdict(facts),
-        }
-        return ledger, {"spans": [span for rank in ranks for span in rank["spans"]]}
+        own["beside"] = _rounded(self.beside | self.trace.beside)
+        return own | {"spans": self._spans() if self.trace.rank < _TIMELINE_RANKS else []}
 
     def _loop(self) -> dict[str, float]:
         """Seconds of this part since the loop began: compile, the rows of a step, evaluation, checkpoints."""
@@ -128,6 +116,31 @@ class Ledger:
             within = replace(span, start=start, stop=stop, rank=self.trace.rank)
             spans.append({**asdict(within), "stream": _STREAM.get(span.kind, "compute")})
         return spans
+
+
+def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | None = None) -> tuple[Document, Document]:
+    """The contents of ledger.json and timeline.json, of what `Ledger.of_rank` gave on each rank, in rank order."""
+    rows = ranks[0]["whole"]
+    # of each of the last steps the least wait of any rank, which is the transfer itself
+    together = [*zip(*(reversed(rank["waits"]) for rank in ranks), strict=False)]
+    transfer_s = statistics.fmean(map(min, together)) if together else None
+    last = Counter(step.index(min(step)) for step in together)  # the rank that the others waited for
+    last_in = [last[rank] / len(together) for rank in range(len(ranks))] if together else []
+    blocks = [rank["block_s"] for rank in ranks]
+    means = [rank["mean_s"] for rank in ranks]
+    causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, blocks=blocks, last_in=last_in)
+    ledger = {
+        "wall_s": round(sum(rows.values()), 3),
+        "rows": rows,
+        "beside": ranks[0]["beside"],
+        "step_s": {row: round(s, 7) for row, s in ranks[0]["step_s"].items()},
+        "bounds": bounds or {},
+        "verdict": [asdict(cause) for cause in causes],
+        "ranks": [rank["rows"] for rank in ranks],
+        "last_in": [round(share, 4) for share in last_in],
+        "facts": asdict(facts),
+    }
+    return ledger, {"spans": [span for rank in ranks for span in rank["spans"]]}
 
 
 def _rounded(rows: Mapping[str, float]) -> dict[str, float]:

@@ -41,9 +41,11 @@ _OPERATOR: Columns = {
 
 
 def profile_tables(document: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """(title, head, rows) of each table."""
+    """(title, head, rows) of each table; those of what was not measured are left out."""
     blocks = sorted(document["blocks"], key=lambda block: -(block["forward_s"] + block["backward_s"]))
     yield _table("a step of each rank, the mean", _RANK, document["ranks"])
+    if not blocks:  # of a script
+        return
     yield _table("blocks, the slowest first", _BLOCK, blocks)
     yield _table("operators, over the traced steps", _OPERATOR, document["operators"])
     at_s, place, most = max(document["memory"], key=lambda sample: sample[2])

@@ -128,7 +128,7 @@ class Cluster(Checked):
     gpu: str = ""
     own_gpu: Gpu | None = None
     racks: Racks | None = None
-    protocols: tuple[str, ...] = ("LL", "LL128", "Simple")
+    protocols: tuple[Literal["LL", "LL128", "Simple"], ...] = ("LL", "LL128", "Simple")
     own_protocol: Protocol | None = None
     latency: Positive = 1.0  # a factor on the latencies of the protocols
     costs: Costs = field(default_factory=Costs)
@@ -137,10 +137,8 @@ class Cluster(Checked):
         super().__post_init__()
         if self.nodes > 1 and self.node.nic_gb_s <= 0:
             raise InputError(f"node.nic_gb_s={self.node.nic_gb_s}: {self.nodes} nodes need a network; GB/s above 0")
-        known = [p.name for p in NCCL]
-        wrong = [name for name in self.protocols if name not in known]
-        if wrong or not (self.protocols or self.own_protocol):
-            raise InputError(f"protocols={list(self.protocols)}: of {', '.join(known)}, or a table own_protocol")
+        if not (self.protocols or self.own_protocol):
+            raise InputError("protocols=[]: some of LL, LL128, Simple are wanted, or a table own_protocol")
         if bool(self.gpu) == bool(self.own_gpu) or (self.gpu and self.gpu not in shipped("gpus")):
             raise InputError(f"gpu={self.gpu!r}: one of {', '.join(shipped('gpus'))}, or a table own_gpu, not both")
 

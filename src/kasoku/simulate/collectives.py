@@ -172,6 +172,13 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer = _MEAN) -> Fastest:
     return LowRankLink(**vars(between), reducer=alike, gpu=cluster.device, inside=inside, node=row)
 
 
+@lru_cache(maxsize=1024)
+def exchange_link(cluster: Cluster, gpus: int) -> Fastest:
+    """The time of an exchange by the bytes of a rank's update, which are sent both ways, with requests and replies."""
+    once = exchange(cluster, gpus)
+    return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
+
+
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
     """The fastest of several named algorithms, each in every protocol of the cluster."""
     choices = tuple(
@@ -202,24 +209,17 @@ def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
     Rows of whole nodes use a ring for each NIC.
     """
     width, each = width or gpus, cluster.node.gpus
+    nodes = max(1, width // each)  # of a row
+    channels = cluster.node.nics if width % each == 0 and nodes > 1 else 1
     flows: list[Flow] = []
-    for first in range(0, gpus, width):
-        ranks = range(first, first + width)
-        flows += _circle(ranks, 1 / width) if width % each else _rings(cluster, first, width)
+    for first, channel in itertools.product(range(0, gpus, width), range(channels)):
+        ranks = [*range(first, first + width)]
+        if channels > 1:
+            last = channel * each // channels  # the GPU nearest to the NIC sends it out
+            ranks = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
+        flows += _circle(ranks, 1 / (width * channels))
     rounds, between = width - 1, -(-width // each) - 1
     return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, flows))
-
-
-def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
-    """A round of the rings over `gpus` GPUs from `first` on, which are in one node or fill their nodes."""
-    nodes, each = max(1, gpus // cluster.node.gpus), min(gpus, cluster.node.gpus)
-    channels = cluster.node.nics if nodes > 1 else 1
-    flows: list[Flow] = []
-    for channel in range(channels):
-        last = channel * each // channels  # the GPU nearest to the NIC sends it out
-        order = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
-        flows += _circle(order, 1 / (gpus * channels))
-    return flows
 
 
 def _circle(ranks: Sequence[int], size: float) -> list[Flow]:
@@ -265,7 +265,7 @@ def tree(cluster: Cluster, gpus: int) -> AlgorithmCost:
             chain = [node * each + (first + i) % each for i in range(each)]
             for a, b in itertools.pairwise(chain):
                 flows += [(a, b, 1 / channels), (b, a, 1 / channels)]
-        flows += _two_trees(range(first, gpus, each), 0.5 / channels)
+        flows += two_trees(range(first, gpus, each), 0.5 / channels)
     byte_s, depth = contended_s(cluster, flows), nodes.bit_length() - 1  # the edges from a root to its last leaf
     return AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth, byte_s=byte_s, trees=1)
 
@@ -281,26 +281,21 @@ def columns(cluster: Cluster, gpus: int, width: int, *, exchanged: bool = False)
     once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, flows))
     if exchanged:
         return [exchange(cluster, gpus, width).of(1 / width) + once]
-    flows = [flow for column in along for flow in _two_trees(column, 0.5 / width)]
+    flows = [flow for column in along for flow in two_trees(column, 0.5 / width)]
     byte_s, depth = contended_s(cluster, flows), high.bit_length() - 1
     return [once.twice(), AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1)]
 
 
-def _two_trees(ranks: Sequence[int], size: float) -> Iterator[Flow]:
-    """Messages up and down both trees; with an even number of ranks, an inner node of one is a leaf of the other."""
+def two_trees(ranks: Sequence[int], size: float) -> Iterator[Flow]:
+    """Messages up and down two binary trees over the ranks, in order, whose leaves are the even or the odd ones.
+
+    With an even number of ranks, an inner node of one is a leaf of the other.
+    """
     n = len(ranks)
-    for shift in (0, 1):
-        for child, parent in _edges(n):
-            a, b = ranks[(child + shift) % n], ranks[(parent + shift) % n]
-            yield a, b, size
-            yield b, a, size
-
-
-def _edges(ranks: int) -> Iterator[tuple[int, int]]:
-    """(child, parent) of a binary tree over the ranks, in order, whose leaves are the even ones."""
-    for child in range(1, ranks + 1):  # counted from 1, the lowest bit is twice that of the children
+    for child in range(1, n + 1):  # counted from 1, the lowest bit is twice that of the children
         bit = child & -child
         above = child ^ bit
-        parent = above | 2 * bit if above | 2 * bit <= ranks else above
-        if parent:
-            yield child - 1, parent - 1
+        parent = above | 2 * bit if above | 2 * bit <= n else above
+        for shift in (0, 1) if parent else ():
+            a, b = ranks[(child - 1 + shift) % n], ranks[(parent - 1 + shift) % n]
+            yield from ((a, b, size), (b, a, size))

@@ -26,6 +26,7 @@ from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.models import resnet50
 from kasoku.simulate.cluster import Gpu
 
+Steps = tuple[int, dict[str, tuple[float, float]]]  # their images; by block the seconds of forward and backward
 _TOUCHED = 3.0  # times an output passes through memory: written, read by the next layer, read or written by its norm
 _RESNET50 = 4.089e9  # products of an image of 224 pixels in all layers with parameters
 _TOLERANCE = 0.01  # of these: the effect of another number of classes
@@ -82,16 +83,14 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Times measured on one device: (images, {block: (forward_s, backward_s)}) for each batch, and of an update."""
+    """Times measured on one device, in seconds: of forward and backward by block, (fixed, of an image); of an update.
 
-    measured: tuple[tuple[int, dict[str, tuple[float, float]]], ...]
+    `batches`: the images of the measured steps.
+    """
+
+    batches: tuple[int, ...]
+    blocks: dict[str, tuple[tuple[float, float], tuple[float, float]]]
     update_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        first = self.measured[0][1].keys()
-        if other := [n for n, times in self.measured if times.keys() != first]:
-            images = f"at {other[0]} images other blocks than at {self.measured[0][0]}"
-            raise InputError(f"--profile: {images}: profile one model")
 
 
 def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts:
@@ -157,7 +156,7 @@ def units(
 
 def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None = None) -> list[str]:
     """The limits of these times, a line each: of a shipped GPU, or of a profile."""
-    batches = [n for n, _ in profile.measured] if profile else [gpu.least, gpu.most]
+    batches = profile.batches if profile else (gpu.least, gpu.most)
     least, most = min(batches), max(batches)
     out = []
     if not profile and not net.measured(gpu):
@@ -171,83 +170,72 @@ def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | N
     return out
 
 
-def profiled(profiles: Sequence[str], net: ModelCosts) -> MeasuredTimes:
-    """Reads folders of `kasoku profile`, each as DIR:IMAGES, with the images of its steps.
+def profiled(folders: Sequence[str], net: ModelCosts) -> MeasuredTimes:
+    """Reads folders of `kasoku profile`, of steps of one or several batches.
 
-    Raises InputError for another text, and for the profile of another network.
+    Raises InputError for another folder, and for the profile of another network.
     """
-    measured, updates = [], []
-    for text in profiles:
-        path, _, count = text.rpartition(":")
-        if not path or not count.isdecimal() or int(count) < 1:
-            raise InputError(f"--profile {text}: DIR:IMAGES is wanted, the folder and the images of its steps")
-        folder, images = Path(path), int(count)
+    measured, updates = list[Steps](), []
+    for folder in map(Path, folders):
         try:
             blocks = json.loads((folder / "profile.json").read_text())["blocks"]
             times = {str(b["name"]): (float(b["forward_s"]), float(b["backward_s"])) for b in blocks}
             ledger = read_json(folder / "ledger.json")
-            facts = ledger.get("facts", {})
-            seen = facts.get("batch", images) * facts.get("parts", 1)
+            images = max(1, int(ledger["facts"]["batch"] * ledger["facts"].get("parts", 1)))
             updates.append(float(ledger.get("step_s", {}).get("update", 0.0)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             wanted = "a folder of kasoku profile is wanted; profile again"
             raise InputError(f"{folder}: no profile there ({summary(error)}): {wanted}") from error
         odd = [name for name, both in times.items() if not all(0 <= s < 1e6 for s in both)]
-        lost = [layer.name for layer in net.layers if not _block(layer.name, times) and not _holds(layer.name, times)]
+        parents = {name[:dot] for name in times for dot in range(len(name)) if name[dot] == "."} | {""}
+        # of a layer whose children are profiled, its own weights, such as position embeddings, take no time
+        lost = [x.name for x in net.layers if not _block(x.name, times) and x.name not in parents]
         more = [name for name in times if name not in net.modules]
         if odd:
             raise InputError(f"{folder}: {odd[0]} takes {times[odd[0]]} s: times of 0 or more are wanted")
         if lost or more:
             has, lacks, part = (net.name, "the profile", lost[0]) if lost else ("it", net.name, more[0])
             raise InputError(f"{folder}: a profile of another model: {has} has {part}, {lacks} has not")
-        if seen != images:
-            raise InputError(f"{folder}: a profile of steps of {seen} images: give {folder}:{seen}, not :{images}")
+        if measured and times.keys() != measured[0][1].keys():
+            unlike = f"at {images} images other blocks than at {measured[0][0]}"
+            raise InputError(f"--profile: {unlike}: profile one model")
         measured.append((images, times))
-    return MeasuredTimes(tuple(measured), sum(updates) / max(1, len(updates)))
+    lines = {name: (_line(measured, name, 0), _line(measured, name, 1)) for name in measured[0][1]}
+    return MeasuredTimes(tuple(n for n, _ in measured), lines, statistics.fmean(updates))
 
 
 def _profiled_units(
     profile: MeasuredTimes, net: ModelCosts, work: Sequence[float], images: float, slower: float
 ) -> list[UnitTimes]:
-    """Alpha + beta images for each block if two batches were profiled, else beta; divided among its layers by work.
+    """The times of the blocks, divided among their layers by work.
 
     The time of a block without parameters is added to the layer before it: it runs after that layer.
     """
-    blocks = profile.measured[0][1]
-    home = [_block(layer.name, blocks) for layer in net.layers]
-    forward, backward, elements = ([0.0] * len(home) for _ in range(3))
-    previous_layer = 0
-    for block in blocks:
+    home = [_block(layer.name, profile.blocks) for layer in net.layers]
+    seconds, elements, previous_layer = [(0.0, 0.0)] * len(home), [0.0] * len(home), 0
+    for block, lines in profile.blocks.items():
         members = [i for i, other in enumerate(home) if other == block] or [previous_layer]
         whole = sum(work[i] for i in members)
+        forward_s, backward_s = (slower * max(0.0, fixed_s + image_s * images) for fixed_s, image_s in lines)
         for i in members:
             share = work[i] / whole if whole else 1 / len(members)
-            forward[i] += share * _at(profile, block, 0, images)
-            backward[i] += share * _at(profile, block, 1, images)
+            seconds[i] = seconds[i][0] + share * forward_s, seconds[i][1] + share * backward_s
         previous_layer = members[-1]
     for t in net.tensors:
         elements[t.unit] += t.elements
-    update_s = profile.update_s / max(1, sum(elements))
-    return [
-        UnitTimes(layer.name, slower * forward[i], slower * backward[i], slower * update_s * elements[i])
-        for i, layer in enumerate(net.layers)
-    ]
+    update_s = slower * profile.update_s / max(1, sum(elements))
+    return [UnitTimes(net.layers[i].name, *seconds[i], update_s * elements[i]) for i in range(len(home))]
 
 
-def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
-    """The seconds of a block at a batch: least squares through the measured batches, never below zero."""
-    points = [(n, times[block][way]) for n, times in profile.measured]
-    if len({n for n, _ in points}) == 1:
-        return sum(s for _, s in points) / len(points) * images / points[0][0]
-    beta, alpha = statistics.linear_regression(*zip(*points, strict=True))
-    return float(max(0.0, alpha + beta * images))
+def _line(measured: Sequence[Steps], block: str, way: int) -> tuple[float, float]:
+    """Seconds of a block, (fixed, of an image): least squares; through 0 if all steps are of one batch."""
+    images, seconds = zip(*((n, times[block][way]) for n, times in measured), strict=True)
+    if len({*images}) == 1:
+        return 0.0, statistics.fmean(seconds) / images[0]
+    line = statistics.linear_regression(images, seconds)
+    return line.intercept, line.slope
 
 
 def _block(layer: str, times: dict[str, Any]) -> str:
     """The profiled block that is the layer or contains it."""
     return next((name for name in times if layer == name or layer.startswith(f"{name}.")), "")
-
-
-def _holds(layer: str, times: dict[str, Any]) -> bool:
-    """Whether the layer's children are profiled blocks: its own weights, such as position embeddings, take no time."""
-    return any(name.startswith(f"{layer}.".lstrip(".")) for name in times)

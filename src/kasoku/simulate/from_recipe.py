@@ -288,9 +288,3 @@ def sizes(
         if len(numbers) >= min(count, len(possible)):
             break
     return numbers
-
-
-def efficiency(steps: Sequence[SimulatedStep]) -> list[float]:
-    """Images/s of a GPU at each step, as a share of the first step's."""
-    first = steps[0].images_per_s / steps[0].gpus
-    return [step.images_per_s / step.gpus / first for step in steps]

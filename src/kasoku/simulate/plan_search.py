@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.batch_points import batches_of_points
 from kasoku.config.ranks import can_share
-from kasoku.config.recipe import Recipe, load, read_document
+from kasoku.config.recipe import Recipe, batches_of_points, load, read_document
 from kasoku.config.updates import growth, updates
 from kasoku.core import InputError, Schedule, say
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
@@ -126,7 +125,7 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str]
         outputs = sum(layer.outputs for layer in simulator.net.layers)
         most = int(cluster.device.most * _OUTPUTS / max(1.0, outputs))
         if simulator.profile:
-            most = max([most, *(images for images, _ in simulator.profile.measured)])
+            most = max(most, *simulator.profile.batches)
         if any(technique.saves_memory for technique in recipe.techniques):
             most = recipe.batch
         numbers = range(1, min(cluster.most, recipe.batch) + 1)

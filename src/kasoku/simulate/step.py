@@ -2,26 +2,43 @@
 
 Note: one recursion. Groups and their order come from the policies of `distributed.ddp.bucket_plan`, as in `Overlap`.
 Times and timelines come from `cost_model.forecast`, with which `Overlap` on a virtual clock agrees to 1e-12
-(tests/distributed). Asynchronous ranks send no all-reduces: see `async_exchange`. Gradients may be sent in fewer bytes
-than they have in memory: see `collectives`.
+(tests/distributed). Gradients may be sent in fewer bytes than they have in memory: see `collectives`.
+
+Note: asynchronous ranks send no all-reduces. Each of N ranks owns an Nth of the weights. A rank sends to each owner
+that part of its update and receives as many bytes: two all-to-alls, whose time the busiest link determines
+(`collectives.exchange`). Not simulated are the additions of the owners, copies between a GPU and its host, and requests
+for data. There is no timeline of them.
+
+Note: stragglers. A step ends when the slowest rank has computed, and GPUs of one kind differ in speed: their chips,
+power limits and cooling differ. So a rank takes the median time times exp(spread * z), where z is normal and constant
+for the whole run: a product of many small factors is log-normal, and slow GPUs stay slow from step to step. The spread
+was measured on 336 V100 of Longhorn and 219 A100 of Lonestar6, each training a ResNet-50, from the quartiles of their
+median iterations as those of a log-normal law (ln(q75/q25)/1.349): 0.0226 and 0.0208. Source: Sinha et al. 2022 (arXiv
+2208.11035) and Jain et al. 2024 (arXiv 2408.11919), their published tables (hal-uw/blox-pal, aggregated_data, at
+da726cab). The law and its figures were fixed before the published steps that test it were simulated.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from kasoku.core import InputError
 from kasoku.distributed import Asynchronous, Hierarchical, Mean, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
+from kasoku.distributed.async_sgd.worker import most_local_steps
 from kasoku.distributed.ddp.bucket_plan import Graded, Planned, Policy, search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, Sized, UnitTimes, forecast
-from kasoku.simulate import async_exchange, collectives, compute_model
+from kasoku.simulate import collectives, compute_model
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.collectives import Fastest
 from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
-from kasoku.simulate.stragglers import slowest
 
 _FP32 = 4  # bytes of an element
+_POINTS = 4001  # of an integral
 
 
 @dataclass(frozen=True)
@@ -72,10 +89,11 @@ class StepInputs:
         return self.link.choice(max(self.sizes(), default=0.0))
 
     def forecast(self, *, timeline: bool = False) -> Forecast:
-        """The step in the steady state."""
-        if self.asynchronous:
-            groups = [(self.link.seconds(size), size) for size in self.sizes()]
-            return async_exchange.forecast(self.asynchronous, self.units, groups, timeline=timeline)
+        """The step in the steady state; of asynchronous ranks the mean of a rank, without a timeline."""
+        if pace := self.asynchronous:
+            compute_s, times_s = _computing(self.units, 1), [*map(self.link.seconds, self.sizes())]
+            link_s = sum(times_s) / pace.every
+            return Forecast(max(compute_s, link_s) if pace.hidden else compute_s + link_s, compute_s, link_s)
         return forecast(self.units, self.tensors, self.plan, self.link, next_forward=self.late, timeline=timeline)
 
 
@@ -177,9 +195,16 @@ class Simulator:
             plan = asynchronous.buckets.plan(self.net.defined)  # by the bytes in fp32, whatever type is sent
             sizes = [sum(self.net.defined[i].elements for i in bucket) for bucket in plan.buckets]
             plan = replace(plan, order=tuple(Chunk(i, 0, size) for i, size in enumerate(sizes)))  # each sent whole
-            inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
-            times_s = [inputs.link.seconds(size) for size in inputs.sizes()]
-            return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, times_s))
+            link = collectives.exchange_link(self.cluster, gpus)
+            inputs = StepInputs(units, tensors, plan, link, False, asynchronous)
+            if asynchronous.every:
+                return inputs
+            steps = 1  # that an exchange of all groups lasts
+            if asynchronous.hidden:
+                once = replace(inputs, asynchronous=replace(asynchronous, every=1)).forecast()
+                steps = math.ceil(once.link_s / once.compute_s - 1e-9) if once.compute_s else 1
+            steps = min(most_local_steps(asynchronous.max_staleness), max(1, steps))
+            return replace(inputs, asynchronous=replace(asynchronous, every=steps))
         link = collectives.link(self.cluster, gpus, sharing.reducer)
         tensors = self.net.tensors
         if isinstance(sharing.policy, Planned) and gpus > 1:
@@ -209,10 +234,20 @@ def _computing(units: Sequence[UnitTimes], parts: int) -> float:
     return sum(parts * (u.forward_s + u.backward_s) + u.update_s for u in units)
 
 
-def timeline(step: SimulatedStep) -> dict[str, Any]:
-    """A timeline.json, which the report page draws: the steady state from the start of backward to the end of forward.
+@lru_cache(maxsize=4096)
+def slowest(spread: float, ranks: int) -> float:
+    """The expected factor of the slowest of `ranks`; the median rank has 1.
 
-    Of asynchronous ranks: from the start of an exchange on, over the steps that exchange every group once.
+    Maths: the mean of a maximum is the integral of the probability that some rank still computes.
     """
+    if spread == 0:
+        return 1.0
+    x = torch.linspace(math.exp(-9 * spread), math.exp(9 * spread), _POINTS, dtype=torch.float64)
+    below = torch.special.ndtr(x.log() / spread)  # the share of ranks with at most x
+    return float(x[0] + torch.trapezoid(1 - below**ranks, x))
+
+
+def timeline(step: SimulatedStep) -> dict[str, Any]:
+    """A timeline.json for the report page: the steady state from the start of backward to the end of forward."""
     spans = step.inputs.forecast(timeline=True).spans
     return {"spans": [{**asdict(s), "stream": "link" if s.kind == "transfer" else "compute"} for s in spans]}

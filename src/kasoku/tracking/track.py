@@ -2,7 +2,8 @@
 
 Note: never in the way. The training puts calls into a bounded queue, and one daemon thread makes them. Calls that fail,
 and those that the queue has no room for, are lost; a line at the end says how many, and why. At the end the training
-waits for the rest, but at most 1 % of its own time or 15 seconds, whichever is longer.
+waits for the rest, but at most 1 % of its own time or 15 seconds, whichever is longer; then once more as long, in which
+the run is ended without the calls that still wait, so that it does not stay open at the tracker.
 """
 
 import os
@@ -37,17 +38,18 @@ class Track(Technique, in_sandbox=False):
     the name of the run folder; a resumed training is a further run of this name. Servers and keys are those of the
     tracker's own environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, ...). Where there is no
     server, no key or no network, a line says so, and the run stays on this machine: in wandb/ (`wandb sync` sends it)
-    or in mlflow.db. TensorBoard gets tensorboard/PROJECT/RUN, with the files as text. trackio is used as it documents
+    or in mlflow.db. TensorBoard gets tensorboard/PROJECT/RUN in the current folder, with the files as text, beside the
+    run folder's own tensorboard/ with the metrics; a line names the folder. trackio is used as it documents
     itself, and has not been tried. Addresses are sent without passwords, and a recipe.toml with one is not sent.
 
     Args:
-        to: the tracker; its package comes with `pip install 'kasoku[wandb]'`, `[mlflow]`, `[trackio]`.
+        to: the tracker; its package comes with `pip install '.[wandb]'`, `[mlflow]`, `[trackio]`.
         project: the project; of MLflow the experiment.
         offline: use no network, even where there is one; refused where the environment gives trackio a server.
 
     Saves: searching for runs on several machines.
     Costs: microseconds for each line of metrics, on rank 0; at the end the training waits for at most a
-        hundredth of its time or fifteen seconds, whichever is longer.
+        hundredth of its time or fifteen seconds, whichever is longer, and as long again to end the run.
     """
 
     to: Literal["wandb", "trackio", "mlflow", "tensorboard"]
@@ -78,8 +80,10 @@ class Tracker:
         self.track, self.active = track, active
         self._calls: queue.Queue[Callable[[Any], object] | None] = queue.Queue(_MOST_CALLS)
         self._made = self._done = 0  # calls of the training, and those that succeeded
+        self._ended = False
         self._reason = ""  # why the first one failed
         self._thread: threading.Thread | None = None
+        self._end: Callable[[Any], object] | None = None
 
     def open(self, folder: Path, settings: Mapping[str, object]) -> None:
         """Begins a run named after the run folder; `settings`: the recipe, flat."""
@@ -96,8 +100,9 @@ class Tracker:
         self._call(lambda run: run.metrics(step, values))
 
     def close(self, wait_s: float = 15.0, page: Callable[[], object] | None = None, outcome: str = "finished") -> None:
-        """Sends the files of the run folder and ends the run; waits at most `wait_s`, and says what was lost.
+        """Sends the files of the run folder and ends the run; says what was lost.
 
+        Waits for at most `wait_s`, then as long again for the end of the run, without the calls that still wait.
         `page`: writes report.html; it is called in the thread. `outcome`: finished, stopped or failed.
         """
         thread, until_s = self._thread, time.monotonic() + wait_s
@@ -109,18 +114,26 @@ class Tracker:
             if files and files[0].suffix == ".toml" and without_password(text := files[0].read_text()) != text:
                 del files[0]
             run.end(files, outcome)
+            self._ended = True
 
-        for call in (*([lambda run: page()] if page else []), end):
-            self._call(call, wait_s)
-            wait_s = max(0.0, until_s - time.monotonic())
-        self._thread = None
+        if page:
+            self._call(lambda run: page(), wait_s)
+        self._end, self._thread = end, None
+        self._made += 1
         if thread.is_alive():
             with suppress(queue.Full):
-                self._calls.put(None, timeout=wait_s)
+                self._calls.put(None, timeout=max(0.0, until_s - time.monotonic()))
         thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive():
+            with suppress(queue.Empty):
+                while True:
+                    self._calls.get_nowait()
+            self._calls.put(None)
+            thread.join(wait_s)
         if lost := self._made - self._done:
             reason = self._reason or "it did not answer in time"
-            say(f"Track: {self.track.to} lost {lost} of {self._made} calls: {reason}")
+            still = "" if self._ended else "; its run was not ended and may be shown as running"
+            say(f"Track: {self.track.to} lost {lost} of {self._made} calls: {reason}{still}")
 
     def _call(self, call: Callable[[Any], object], wait_s: float = 0.0) -> None:
         if self._thread:
@@ -136,12 +149,14 @@ class Tracker:
             self._reason = summary(error)
             return
         self._done = 1
-        while (call := self._calls.get()) is not None:
+        while call := self._calls.get() or self._end:  # None: the last one is made
             try:
                 call(run)
                 self._done += 1
             except Exception as error:
                 self._reason = self._reason or summary(error)
+            if call is self._end:
+                return
 
 
 class _Wandb:
@@ -173,6 +188,8 @@ class _Mlflow:
         away = server.startswith("http") and not _answers(server, track)
         local = away or (track.offline and not server.startswith(("sqlite:", "file:")))
         self.client = library.MlflowClient("sqlite:///mlflow.db" if local else None)
+        if track.offline or not server:
+            say(f"Track: the run stays on this machine, in {'mlflow.db' if local else library.get_tracking_uri()}")
         known = self.client.get_experiment_by_name(track.project)
         experiment = known.experiment_id if known else self.client.create_experiment(track.project)
         self.id = self.client.create_run(experiment, run_name=name).info.run_id
@@ -186,15 +203,16 @@ class _Mlflow:
         self.client.log_batch(self.id, metrics=metrics)
 
     def end(self, files: Sequence[Path], outcome: str) -> None:
+        self.client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(outcome, "FAILED"))
         for file in files:
             self.client.log_artifact(self.id, str(file))
-        self.client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(outcome, "FAILED"))
 
 
 class _TensorBoard:
     def __init__(self, track: Track, name: str, settings: Mapping[str, object]) -> None:
         library = import_module("torch.utils.tensorboard")
-        self.writer = library.SummaryWriter(str(Path("tensorboard", track.project, name)))
+        self.writer = library.SummaryWriter(str(folder := Path("tensorboard", track.project, name).resolve()))
+        say(f"Track: tensorboard shows {folder}")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -1,7 +1,6 @@
 """Train, evaluate and predict from Python: the functions that `import kasoku` gives. The commands do the same."""
 
 from collections.abc import Sequence
-from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from kasoku.core.comm import default_comm
 from kasoku.data import Shares, find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
-from kasoku.training.elastic import fit_in
 from kasoku.training.evaluation import Scores
-from kasoku.training.run_folder import check_same_training, finished, shares_in, upload
+from kasoku.training.run_folder import check_same_training, finished, run_folder, shares_in, upload
 from kasoku.training.run_state import Result
 from kasoku.training.trainer import build, fit
 
@@ -71,8 +69,10 @@ def train(
         if comm.rank == 0 and (training.job.trackers or recipe.save.upload):
             say("Track and save.upload send nothing without a run folder: give out, a folder")
         return fit(training, None, started=started, quiet=quiet)
-    begin = partial(training.describe, import_folders=None if resume else trust.import_folders(None))
-    result = fit_in(Path(out), training, begin, started=started, resume=resume, quiet=quiet)
+    own_modules = None if resume else trust.import_folders(None)
+    with run_folder(comm, Path(out), resume=resume) as run:
+        run_on_all_ranks(comm, lambda: training.describe(run, own_modules) if run else None)
+        result = fit(training, run, started=started, resume=resume, quiet=quiet)
     upload(comm, Path(out), "" if result.stopped else recipe.save.upload)
     return result
 
@@ -82,7 +82,9 @@ def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: 
 
     Args:
         run: a run folder; several, or the folder of an ensemble: of their mean probabilities.
-        data: other test images, a folder with one folder a class.
+        data: other test images: a folder with one folder a class, a list (.csv, .jsonl), a .parquet file or
+            a pattern of these. Without a test part, all images are tested; of a folder
+            with train/ alone, the tenth that a training holds out.
         allow: modules or packages of yours that the run's recipe may name.
 
     Raises:

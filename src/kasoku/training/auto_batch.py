@@ -1,28 +1,33 @@
-"""The batch of a recipe, chosen by trying sizes: the sizes that can be tried, and the recipe at the best one."""
+"""The batch of a recipe, chosen by trying sizes: the sizes that can be tried, and the recipe at the best one.
+
+Also how long a training will take, from a few steps on a copy of its job.
+"""
 
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from kasoku.config.ranks import shares_of, unit_of_shares
-from kasoku.config.recipe import Recipe, Tune, checked, flat_settings
+from kasoku.config.ranks import TEST_PASSES, shares_of, unit_of_shares
+from kasoku.config.recipe import Recipe, checked, flat_settings
 from kasoku.config.toml import Factory, parameters_of, resolve, table
-from kasoku.config.updates import updates
+from kasoku.config.updates import evaluations, pixel_share, updates, updates_in_epoch
 from kasoku.core import Comm, InputError, say, summary
 from kasoku.data import Dataset, by_speed
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.liveness import is_lost_rank
 from kasoku.report import print_table
+from kasoku.training.run_state import Training
 from kasoku.training.trainer import build
-from kasoku.tune import BatchSizeResult, Strategy, batch_size, tune_batch_size
-from kasoku.tune.memory_forecast import out_of_memory
+from kasoku.tune import BatchSizeResult, Needs, SizeSearch, Strategy, batch_size, tune_batch_size
+from kasoku.tune.measurement import BRIEF, extrapolate, out_of_memory
+
+_BUDGET_S = 4.0
+_FORWARD = 1 / 3  # of the computing of a step
 
 
 class TunedRecipe(NamedTuple):
@@ -65,21 +70,25 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tupl
     if comm.rank == 0 and sizes[0] and least <= most and (least, most) != sizes:
         range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
         say(f"{range_} can be shared by the ranks and trained with")
-    strategy = run_on_all_ranks(comm, lambda: _strategy(recipe.tune, curve(at, least, most)))
-    bounds = {"least": least, "most": most, "multiple": multiple}
-    search = partial(tune_batch_size, job, strategy, budget_s=recipe.tune.budget, **bounds)
-    result = run_on_all_ranks(comm, plainly()(search))
+    factory = recipe.tune.strategy or Factory("kasoku.tune.TimeToTarget")
+    kind: type[Strategy] = Strategy  # type: ignore[type-abstract]
+    strategy = run_on_all_ranks(comm, lambda: checked(factory(epochs=curve(at, least, most)), kind, "tune.strategy"))
+
+    def search() -> BatchSizeResult:
+        try:
+            bounds = {"least": least, "most": most, "multiple": multiple}
+            return tune_batch_size(job, strategy, budget_s=recipe.tune.budget, **bounds)
+        except Exception as error:  # of the user's model, loss or data
+            if isinstance(error, InputError) or is_lost_rank(error):
+                raise
+            advice = "lower batch" if out_of_memory(error) else "mend model, loss or data"
+            raise InputError(f"no step can be made ({type(error).__name__}: {summary(error)}): {advice}") from error
+
+    result = run_on_all_ranks(comm, search)
     job.close()
     tuned = at_once(result.batch)
     origin = ", ".join(text for text in (f"tuned by {result.strategy}", tuned.origin) if text)
     return TunedRecipe(replace(tuned, origin=origin), result, dataset)
-
-
-def _strategy(settings: Tune, epochs: tuple[tuple[int, float], ...]) -> Strategy:
-    """The strategy of the table [tune], with the recipe's epochs for each batch unless it has its own."""
-    factory = settings.strategy or Factory("kasoku.tune.TimeToTarget")
-    target = {} if settings.target is None else {"target": settings.target}
-    return checked(factory(epochs=epochs, **target), Strategy, "tune.strategy")  # type: ignore[type-abstract]
 
 
 def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
@@ -124,20 +133,6 @@ def curve(at: Callable[[int], Recipe], least: int, most: int) -> tuple[tuple[int
     except InputError:
         return ()
     return pairs if len({epochs for _, epochs in pairs}) > 1 else ()
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Turns an error of the user's model, loss or data into one line that names it."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        if is_lost_rank(error):
-            raise
-        advice = "lower batch" if out_of_memory(error) else "mend model, loss or data"
-        raise InputError(f"no step can be made ({type(error).__name__}: {summary(error)}): {advice}") from error
 
 
 def free_memory(recipe: Recipe) -> None:
@@ -190,3 +185,35 @@ def shares_row(recipe: Recipe, speeds: Sequence[float]) -> str:
     unit = unit_of_shares(recipe, len(speeds))
     more = "; a smaller accumulate makes them finer" if unit > max(1, recipe.norm_batch) else ""
     return f"equal, though the ranks' speeds differ: a share is a multiple of {unit:,} images (norm_batch, parts){more}"
+
+
+class _TwoSizes:
+    """Times the smallest batch, and one of four times its size, or twice where that would take long."""
+
+    needs = Needs(brief=True)
+
+    def search(self, tries: SizeSearch) -> BatchSizeResult:
+        small, least = tries.measure(tries.least), tries.least
+        factor = 4 if 4 * BRIEF * small.step_s < 2 * _BUDGET_S else 2
+        larger = [tries.measure(batch) for batch in {min(factor * least, tries.most)} - {least}]
+        return BatchSizeResult(small.batch, (small, *larger), "the smallest", tries.clock.now())
+
+
+def estimated_s(training: Training) -> float:
+    """The seconds of training and evaluations, if the target does not end them; nothing in the job changes.
+
+    The time of a step lies on the line through those of an eighth and of half a batch. Collective; drains.
+    """
+    recipe, data, ranks = training.recipe, training.dataset, training.job.comm.size
+    least = min(recipe.batch, max(2 * ranks, recipe.batch // 8))
+    result = tune_batch_size(training.job, _TwoSizes(), budget_s=_BUDGET_S, least=least, most=recipe.batch)
+    costs = sorted((sample.batch, sample.step_s) for sample in result.samples if not sample.failed)
+    costs = costs if len(costs) > 1 else [(0, 0.0), *costs]
+    fixed_s = max(0.0, extrapolate(costs, 0))
+    image_s = (extrapolate(costs, recipe.batch) - fixed_s) / recipe.batch
+    seconds = evaluations(recipe) * len(data.test) * TEST_PASSES[recipe.evaluate.views] * _FORWARD * image_s
+    for epoch in range(math.ceil(recipe.epochs)):
+        pixels = pixel_share(recipe, epoch, data.image_size[0])
+        whole_s = updates_in_epoch(recipe, len(data.train), epoch) * fixed_s + len(data.train) * image_s * pixels
+        seconds += min(1.0, recipe.epochs - epoch) * whole_s
+    return seconds

@@ -156,6 +156,13 @@ def newest(path: Path, *, warn: Callable[[str], None], clean: bool = False) -> P
     return None
 
 
+def set_aside(path: Path, trusted: int) -> None:
+    """Renames checkpoints of steps after `trusted`, as their weights may be wrong: no training resumes from them."""
+    for folder in (path / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > trusted:
+            folder.rename(folder.with_name(f"suspect-{folder.name}-{time.time_ns()}"))
+
+
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files; None if nothing is."""
     try:

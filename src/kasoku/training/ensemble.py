@@ -19,12 +19,13 @@ from pathlib import Path
 from kasoku.config.libraries import normalisation
 from kasoku.config.ranks import ranks_of_member
 from kasoku.config.recipe import Recipe
-from kasoku.core import Comm, InputError, Solo, Wall, say
+from kasoku.core import Comm, CorruptionError, InputError, Solo, Wall, say
 from kasoku.core.comm import default_comm
 from kasoku.core.files import write_text
 from kasoku.data import GoneError, Memory
 from kasoku.distributed.consensus import SHARED_ERRORS, raise_on_all_ranks, run_on_all_ranks
 from kasoku.training import trained_run
+from kasoku.training.checkpoint import set_aside
 from kasoku.training.control import signals
 from kasoku.training.run_folder import ENSEMBLE, RunFolder, finished, remove_empty_members, run_folder
 from kasoku.training.run_state import DivergedError, Training
@@ -229,6 +230,10 @@ def _take_turns(members: Members, *, started: float, resume: bool, quiet: bool) 
                     for trainer in saved:
                         trainer.checkpointing.save()
                     error.resumable = all(trainer.resumable for trainer in saved)
+                    raise
+                except CorruptionError as error:
+                    if folder := members[behind][1]:
+                        set_aside(folder.path, error.trusted)
                     raise
                 left.add(behind)
         for i in sorted(left):

@@ -6,7 +6,8 @@ Before a new version replaces a file, its digest is added to that of the old one
 kill between the two writes does no harm. Afterwards the old digest goes.
 
 Note: the format. The first line of a run's recipe has a number that rises where an older recipe would mean something
-else, or has a removed setting. In format 1, without that line, a time below 1 was in epochs and not a share.
+else, or has a removed setting. In format 1, without that line, a time below 1 was in epochs and not a share: such a run
+is evaluated, but not resumed.
 """
 
 import json
@@ -33,16 +34,24 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
-_FORMAT = "# format 4 of kasoku's run folders: a time below 1 is a share of the training\n"
+_FORMAT = "# format 5 of kasoku's run folders: a time below 1 is a share of the training\n"
 _REMEDIES = {"predict": -1, "momentum": -1}
-_REMOVED: dict[str, dict[str, Any]] = {  # settings of older formats: the values that changed nothing; None: any
+_FIRST = {"zero_init_residual": None}  # of the first weights alone
+_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "cifar_resnet18", "cifar_resnet50")
+# settings of older formats: the values that changed nothing; None: any. A function is named without its modules
+_REMOVED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_RESNETS, _FIRST),
+    "sgd": {"decay_all": False},
+    "adamw": {"decay_all": False},
+    "cifarnet": {"activation": "gelu", "head_scale": 0},
     "kasoku.optim.averaging.Lookahead": {"power": 0, "epochs": None},
-    "kasoku.optim.muon": {"normalize": True},
+    "muon": {"normalize": True},
+    "kasoku.data.augment.growth.LowResolution": {"multiple": None},
     "kasoku.memory.saved_memory.SavedMemory": {"bf16": False},
     "kasoku.distributed.ddp.compression.Wire": {"sums": "fp32"},
-    "kasoku.distributed.async_sgd.asynchronous.Asynchronous": {"servers": 0, "remedies": _REMEDIES},
+    "kasoku.distributed.async_sgd.asynchronous.Asynchronous": {"servers": 0, "remedies": _REMEDIES, "stream": False},
 }
-_TIMES = re.compile(r"(schedule|techniques\.\d+\.\w+)\.(warmup|turn|milestones\.\d+)|techniques\.\d+\.until")
+_REMOVED_VGG = re.compile(r"kasoku\.models\.(?:vgg\.)?vgg(11|13|19)(_bn)?")
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
 _RESULTS = ("model.safetensors", "result.json", "recipe.toml", "metrics.jsonl", "report.html", ENSEMBLE)
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
@@ -117,10 +126,16 @@ def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
 
 def _leave_out_removed(thing: Any, file: Path) -> None:
     """Takes removed settings out of a document. Raises InputError for one that changed the training."""
-    for name, neutral in _REMOVED.get(str(thing.get("use")), {}).items() if isinstance(thing, dict) else ():
+    use = str(thing.get("use")) if isinstance(thing, dict) else ""
+    if match := _REMOVED_VGG.fullmatch(use):
+        thing |= {"use": "kasoku.models.vgg.VGG", "depth": int(match[1]), "batch_norm": bool(match[2])}
+    function = re.fullmatch(r"kasoku\.(?:models|optim)\.(?:\w+\.)?([a-z]\w*)", use)
+    for name, neutral in _REMOVED.get(function[1] if function else use, {}).items():
         value = thing.pop(name, neutral)
         if value != neutral and neutral is not None:
-            raise InputError(f"{file}: {thing['use']}: {name} = {value}: an older version wrote it: train anew")
+            raise InputError(f"{file}: {use}: {name} = {value}: an older version wrote it: train anew")
+    if use.endswith(".growth.LowResolution") and isinstance(thing.get("side"), dict):
+        raise InputError(f"{file}: {use}: side is a schedule: an older version wrote it: train anew")
     for item in thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list) else ():
         _leave_out_removed(item, file)
 
@@ -159,14 +174,11 @@ def finished(folder: Path, recipe: Recipe) -> str:
     if not on_target and epochs + epochs / max(1.0, steps) <= recipe.epochs:
         return ""
     more = "evaluate.stop=false" if on_target else f"epochs=N, N above {recipe.epochs:g}"
-    return f"finished: {epochs:g} epochs, accuracy {top1:.2%}; to train on: --set {more}"
+    return f"finished: {epochs:g} epoch{'s' * (epochs != 1)}, accuracy {top1:.2%}; to train on: --set {more}"
 
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
-    """Raises InputError where a recipe is not the run's in more than a resumed run may change.
-
-    Also where a time of an older run was in epochs and would be a share of the training, unless the run is over.
-    """
+    """Raises InputError where a recipe is not the run's in more than a resumed run may change, and for format 1."""
     old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
@@ -174,16 +186,9 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
                 f"training; only {', '.join(CHANGEABLE)} may change"
             )
-    if finished(folder, recipe) or (folder / "recipe.toml").read_text().startswith("# format "):
-        return
-    for name, time in old.items():
-        if _TIMES.fullmatch(name) and time == new.get(name) and is_number(time) and 0 < time < 1:
-            advice = "train anew"
-            if name.startswith(CHANGEABLE):
-                share = time / (recipe.schedule.epochs or recipe.epochs)
-                advice = f"--resume {folder} --set {name}={share} goes on with the same time"
-            wrong = "an older version of kasoku wrote it as epochs, and below 1 it is now a share of the training"
-            raise InputError(f"{folder}: {name} = {time:g}: {wrong}: {advice}")
+    if not finished(folder, recipe) and not (folder / "recipe.toml").read_text().startswith("# format "):
+        wrong = "an older version of kasoku wrote it, in which a time below 1 was in epochs"
+        raise InputError(f"{folder}: {wrong}, and it is a share of the training now: train anew")
 
 
 def upload(comm: Comm, folder: Path, address: str) -> None:

@@ -79,6 +79,7 @@ class RunState:
         self.recipe, self.job = training.recipe, training.job
         self.activity: Activity = self.job.comm.activity or Activity(0.0)
         self.activity.hang_timeout_s = self.recipe.device.hang_timeout_s
+        self.activity.stacks_file = run.path / "hang.txt" if run else None
         self.progress = Progress()
         self.last_checkpoint = NO_CHECKPOINT
         self.target_reached = False

@@ -1,5 +1,6 @@
 """Trained runs, read back and evaluated."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,9 @@ from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError, Job, Solo, say, summary
 from kasoku.core.files import checked_file, is_number, load_weights, read_json
-from kasoku.data import Dataset, Files, decode, folder, loader
+from kasoku.data import Dataset, Files, decode, loader
 from kasoku.data.augment.basic import stored_side
+from kasoku.data.datasets.tables import read_photos
 from kasoku.data.loading.executor import Skipped
 from kasoku.device import choose
 from kasoku.device.select import Precision
@@ -148,7 +150,7 @@ def classify(members: Sequence[Trained], files: Sequence[Path], top: int) -> Ite
 def score_runs(paths: Sequence[Path], data: Path | None = None, comm: Comm | None = None) -> list[tuple[str, Scores]]:
     """The scores of each run and, last, of several as an ensemble (mean of probabilities), with their names.
 
-    The folder of an ensemble stands for its members. `data`: other test images, a folder with one folder a class.
+    The folder of an ensemble stands for its members. `data`: other test images, as `kasoku train --data` takes them.
     `comm`: the ranks, which share the images, and must all call it; one rank by default.
     """
     comm = comm or Solo()
@@ -179,15 +181,17 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
     if data is None:
         dataset = recipes.checked(trained.recipe.data(), Dataset, "data")
     else:
-        photos = folder(str(data), size=trained.image_size[0])
-        if not (data / "train").is_dir():  # no test split: all images are tested
-            train, test = cast(Files, photos.train), cast(Files, photos.test)
-            everything = Files(train.paths + test.paths, torch.cat([train.labels_N, test.labels_N]))
-            photos = dataclasses.replace(photos, test=everything)
+        _, photos = read_photos(str(data), trained.image_size[0])
+        if photos.undivided and not (data / "train").is_dir():  # no test part: all images are tested
+            photos = dataclasses.replace(photos, test=photos.undivided)
         dataset = dataclasses.replace(photos, channels=trained.channels)
     dataset = dataclasses.replace(dataset, mean=trained.mean, std=trained.std)
-    if dataset.classes != trained.classes:
-        unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
+    if unlike := sorted(set(dataset.classes) ^ set(trained.classes))[:3]:
         got = f"other classes than {trained.path} was trained on ({', '.join(unlike)})"
-        raise InputError(f"{data or trained.recipe.data.use}: {got}: the same class folders are wanted")
+        raise InputError(f"{data or trained.recipe.data.use}: {got}: the same class names are wanted")
+    if dataset.classes != trained.classes:  # of another source, which has its own order
+        number_K = torch.tensor([trained.classes.index(name) for name in dataset.classes])
+        test = copy.copy(dataset.test)
+        object.__setattr__(test, "labels_N", number_K[test.labels_N])
+        dataset = dataclasses.replace(dataset, classes=trained.classes, test=test)
     return dataset

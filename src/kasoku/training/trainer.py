@@ -15,7 +15,7 @@ from kasoku.config.ranks import check_share, derived_techniques, is_asynchronous
 from kasoku.config.recipe import Recipe, optimizer
 from kasoku.config.toml import resolve
 from kasoku.config.updates import updates
-from kasoku.core import Comm, InputError, Job, attributed
+from kasoku.core import Comm, CorruptionError, InputError, Job, attributed
 from kasoku.core.comm import default_comm
 from kasoku.data import Dataset, Loader, Shares, loader, sample
 from kasoku.data.datasets.folder_index import OneScan
@@ -28,7 +28,7 @@ from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.report import Timed
 from kasoku.training.batches import AsyncSource, SyncSource
-from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint
+from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint, set_aside
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_folder import RunFolder
@@ -144,6 +144,7 @@ def fit(
     gloo, on GPUs beside nccl). The command's exit code is 0, or 75 if SIGINT or SIGTERM set `stopped` (resume it).
 
     Raises:
+        CorruptionError (exit code 5): by Replay; later checkpoints than the one to resume from are set aside.
         DivergedError (exit code 3): with the step, the last good checkpoint and the likely cause.
         InputError (exit code 2): if the run folder cannot be written; if the data source is gone, after a checkpoint
             (exact, but without virtual ranks BatchNorm's running statistics may include batches of an incomplete step).
@@ -156,6 +157,8 @@ def fit(
             return trainer.finish()
         except Exception as error:
             failure = attributed(error)
+            if isinstance(failure, CorruptionError) and run:
+                set_aside(run.path, failure.trusted)
             if isinstance(failure, InputError):
                 on_all_ranks = training.job.comm.size == 1 or isinstance(failure, SHARED_ERRORS)
                 if failure.gone and on_all_ranks:

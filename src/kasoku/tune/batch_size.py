@@ -22,12 +22,9 @@ from kasoku.config.recipe import Tune
 from kasoku.core import Comm, InputError, Job
 from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError, SharedInputError
-from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Measurement, SizeSearch, interval
-from kasoku.tune.memory_forecast import out_of_memory
-from kasoku.tune.noise_scale import NoiseEstimate
-from kasoku.tune.sandbox import undisturbed
+from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Measurement, SizeSearch, interval, out_of_memory
 from kasoku.tune.strategies import Strategy, TimeToTarget
-from kasoku.tune.trial import StepTimes, Trial
+from kasoku.tune.trial import NoiseEstimate, StepTimes, Trial, undisturbed
 
 _MIN_IMAGES, _MAX_IMAGES = 8, 8192  # of a rank, by default
 _TIME_SHARE = 3  # a size may take a third of the remaining time

@@ -3,15 +3,18 @@
 Note: resuming. The folder of a search has Optuna's journal (a line of JSON for each event), a run folder and the
 output of each trial. The same command resumes the search: a trial that was stopped, or whose search was killed,
 continues from its checkpoint, because its settings are proposed again.
+
+Note: the search space has settings of a recipe by path, each a range of numbers or a list of choices.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -19,9 +22,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
+from kasoku.config.toml import inline, parse, read
 from kasoku.core import Checked, InputError, Range
 from kasoku.core.files import locked_folder, write_text
-from kasoku.tune.search_space import Space
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
 _POLL_S = 0.25
@@ -29,6 +32,96 @@ _GRACE_S = 120.0  # from SIGTERM to SIGKILL, to write a checkpoint
 _MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their settings
 _REMEDY = "mend that, and give another --out"
 _FIGURES = ("top1", "seconds")  # of a trial's result.json
+
+
+@dataclass(frozen=True)
+class Between:
+    """Numbers from `low` to `high`, both included; integers if `low`, `high` and `step` are.
+
+    Raises InputError for an empty range, and for values that are not finite numbers.
+
+    Args:
+        low: the smallest.
+        high: the largest.
+        log: uniform in the logarithm, as for rates.
+        step: only low + k * step.
+    """
+
+    low: Any
+    high: Any
+    log: bool = False
+    step: Any = None
+
+    def __post_init__(self) -> None:
+        numbers = [x for x in (self.low, self.high, self.step) if x is not None]
+        if any(type(x) not in (int, float) or not math.isfinite(x) for x in numbers):
+            raise InputError(f"low, high and step are finite numbers, these are {', '.join(map(inline, numbers))}")
+        if not self.low < self.high:
+            raise InputError(f"low={self.low}, high={self.high}: an empty range; low must lie below high")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise InputError("log = true: needs low above 0, and no step")
+        if self.step is not None and not 0 < self.step <= self.high - self.low:
+            raise InputError(f"step={self.step}: above 0, and at most high - low")
+
+    def proposed(self, trial: Any, path: str) -> str:
+        """The value proposed by Optuna's trial, as TOML."""
+        if all(type(x) is int for x in (self.low, self.high, self.step or 1)):
+            return inline(trial.suggest_int(path, self.low, self.high, step=self.step or 1, log=self.log))
+        return inline(trial.suggest_float(path, self.low, self.high, step=self.step, log=self.log))
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Some of its values, as TOML."""
+        return inline(self.low), inline(self.high)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of several values of any kind: numbers, words, lists, tables. Raises InputError for an empty list."""
+
+    choices: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            raise InputError("choices = []: an empty range; give at least one value")
+
+    def proposed(self, trial: Any, path: str) -> str:
+        return str(trial.suggest_categorical(path, self.examples))
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        return tuple(map(inline, self.choices))
+
+
+Space = Mapping[str, Between | OneOf]
+
+
+def read_space(path: Path) -> Space:
+    """A space file: TOML, path = {low, high, log, step} or path = {choices = [...]}; paths as --set takes them.
+
+    Raises InputError, with the path, for a file that cannot be read and for a table that is not a range.
+    """
+    document = read(path, wanted="a space file is wanted")
+    try:
+        space = dict(_flat(document, ""))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    if not space:
+        raise InputError(f"{path}: nothing in it; give such as optimizer.lr = {{low = 0.01, high = 1.0, log = true}}")
+    return space
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Between | OneOf]]:
+    for key, value in table.items():
+        path = f"{prefix}.{key}" if prefix else key
+        if not isinstance(value, dict):
+            raise InputError(f"{path} = {inline(value)}: {{low = ..., high = ...}} or {{choices = [...]}} is wanted")
+        if "choices" in value:
+            yield path, parse(OneOf, value, path)
+        elif {"low", "high"} & value.keys():
+            yield path, parse(Between, value, path)
+        else:
+            yield from _flat(value, path)
 
 
 @dataclass(frozen=True)
@@ -81,7 +174,8 @@ class _TrialProcess:
     process: subprocess.Popen[bytes]
     folder: Path
     reported: int = 0  # evaluations
-    pruned_s: float = 0.0  # when it was signalled to end
+    ended_s: float = 0.0  # when it was signalled to end
+    pruned: bool = False
 
 
 def search(
@@ -116,12 +210,9 @@ def search(
 
 
 def _write(folder: Path, outcomes: Sequence[TrialResult]) -> None:
-    """Writes search.json: the first and the best of the done trials, and the best top-1 so far after each trial.
-
-    The seconds of a trial count from the start of its process.
-    """
+    """Writes search.json, of trials with the best first."""
     done = [run for run in outcomes if run.how == "done"]
-    seconds = [run.result["seconds"] for run in done if run.result["seconds"]]
+    seconds = [run.result["seconds"] for run in done if run.result["seconds"]]  # from the start of its process
     best_so_far = accumulate((run.top1 for run in sorted(outcomes, key=lambda run: run.trial)), max)
     document = {
         "trials": len(outcomes),
@@ -169,39 +260,36 @@ class _Trials:
             self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
         return bool(self.running)
 
-    def poll(self) -> None:
-        """Reads the metrics of running trials, prunes those that are too low, and says which have ended."""
+    def poll(self, *, ending: bool = False) -> None:
+        """Reads the metrics of running trials, prunes those that are too low, and says which have ended.
+
+        `ending`: ends all by SIGTERM, at which they write a checkpoint, and enqueues them again.
+        """
         for job, run in list(self.running.items()):
             if run.process.poll() is not None:
                 del self.running[job]
-                self._finish(run)
-                self.say(str(TrialResult.of(run.trial)))
-            elif run.pruned_s:
-                if time.monotonic() - run.pruned_s > _GRACE_S:
+                if ending and not run.pruned and run.process.returncode:
+                    self._enqueue_again(self.study.trials[run.trial.number])
+                else:
+                    self._finish(run)
+                    self.say(str(TrialResult.of(run.trial)))
+            elif run.ended_s:
+                if time.monotonic() - run.ended_s > _GRACE_S:
                     run.process.kill()
-            elif self._report(run) and run.trial.should_prune():
-                run.pruned_s = time.monotonic()
+            elif ending or (self._report(run) and run.trial.should_prune()):
+                run.ended_s, run.pruned = time.monotonic(), not ending
                 run.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Ends running trials by SIGTERM, at which they write a checkpoint, and enqueues them again."""
-        running = list(self.running.values())
-        for run in running:
-            run.process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + _GRACE_S
+        """Ends running trials; at once if it is interrupted."""
         try:
-            for run in running:
-                with suppress(subprocess.TimeoutExpired):
-                    run.process.wait(max(0.0, until - time.monotonic()))
+            while self.running:
+                self.poll(ending=True)
+                time.sleep(_POLL_S / 10)
         finally:
-            for run in running:
+            for run in self.running.values():
                 run.process.kill()
                 run.process.wait()
-        for run in running:
-            if run.pruned_s or run.process.returncode == 0:
-                self._finish(run)
-            else:
-                self._enqueue_again(self.study.trials[run.trial.number])
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
@@ -226,7 +314,7 @@ class _Trials:
         self._report(run)
         if code == 0 and result.get("top1") is not None:
             how, report = "done", {"values": result["top1"]}
-        elif run.pruned_s:
+        elif run.pruned:
             how, report = "pruned", {"state": self.states.PRUNED}
         elif code == DIVERGED:
             run.trial.report(0.0, run.reported)  # from which the sampler learns

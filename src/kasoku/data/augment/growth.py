@@ -78,55 +78,32 @@ class _Growing:
 
 @dataclass(frozen=True)
 class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_resolution=True, in_sandbox=False):
-    """Shrinks training images (antialiased) for the first epochs, to one side or to one that grows; never enlarges.
+    """Shrinks training images (antialiased) for the first epochs; never enlarges.
 
-    LowResolution(96, until=10) shows 96 pixels for 10 epochs, until=0.5 for half of the training;
-    LowResolution(Constant(warmup=10, start=0.5)) half of each side at first, then more, and whole images from epoch 10
-    on.
+    LowResolution(96, until=10) shows 96 pixels for 10 epochs, until=0.5 for half of the training.
 
     Args:
-        side: in pixels, at least 1; or a schedule: epoch -> share of the image's own height and width.
-        until: the time at which images become whole, 0 or more, where `side` is in pixels; a share of the training if
-            it is smaller than 1, else an epoch. A schedule itself says when.
-        multiple: a schedule's side is rounded to this many pixels, at least 1; whole images stay as they are.
+        side: the most pixels of the height and of the width, at least 1.
+        until: the time at which images become whole, 0 or more; a share of the training if it is smaller than 1, else
+            an epoch.
         epochs: the length of the training, 0 or more; 0: the recipe's.
 
     Saves: the share of the arithmetic that the left-out pixels had, in those epochs.
-    Costs: some accuracy, more the longer it lasts; a network that takes any size; Compile compiles anew for each size,
-        of which a larger `multiple` makes fewer.
-    Ref: progressive resizing: Howard 2018 (DAWNBench); Karras et al. 2017 (arXiv 1710.10196) for growing images.
+    Costs: some accuracy, more the longer it lasts; a network that takes any size; Compile compiles for both sizes.
+    Ref: progressive resizing: Howard 2018 (DAWNBench).
     """
 
-    side: Schedule | int
-    until: Annotated[float | None, Range(at_least=0)] = None
-    multiple: Annotated[int, Range("pixels", at_least=1)] = 32
+    side: Annotated[int, Range("pixels", at_least=1)]
+    until: Annotated[float, Range("a share of the training, or an epoch", at_least=0)]
     epochs: Annotated[float, Range(at_least=0)] = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.side, Schedule):
-            if self.until is not None:
-                raise InputError(f"until={self.until}: only for a side in pixels, a schedule ends itself; leave it out")
-        elif self.until is None:
-            raise InputError(f"side={self.side}: until when? Give until, a share of the training or an epoch")
-        elif self.side < 1:
-            raise InputError(f"side={self.side}: at least 1 pixel")
-
     def over(self, epochs: float) -> Technique:
-        side = self.side.over(epochs) if isinstance(self.side, Schedule) else self.side
-        return replace(self, side=side, epochs=self.epochs or epochs)
+        return replace(self, epochs=self.epochs or epochs)
 
     def size(self, epoch: float, size: tuple[int, int]) -> tuple[int, int]:
         """What images of `size` (height, width) are shown as after so many epochs."""
-
-        def shown(extent: int) -> int:
-            if not isinstance(self.side, Schedule):
-                whole = epoch >= epoch_of(self.until or 0, self.epochs, type(self).__name__)
-                return extent if whole else min(self.side, extent)
-            share = self.side(epoch)
-            return extent if share >= 1 else min(max(1, round(share * extent / self.multiple)) * self.multiple, extent)
-
-        return shown(size[0]), shown(size[1])
+        whole = epoch >= epoch_of(self.until, self.epochs, type(self).__name__)
+        return size if whole else (min(self.side, size[0]), min(self.side, size[1]))
 
     def pixel_share(self, epoch: float, side: int) -> float:
         return math.prod(self.size(epoch, (side, side))) / side**2

@@ -31,8 +31,8 @@ class Transforms(Technique, stage=Stage.DATA, changes_pixels=True, in_sandbox=Fa
     Args:
         transforms: tables with `use`, such as {use = "torchvision.transforms.v2.RandAugment", num_ops = 2}, run in this
             order; in Python also the transforms themselves.
-        per: image (on the CPU; of image files in the threads that decode, which share Python's lock with the training),
-            or batch (on the training device).
+        per: image: each image alone, on the CPU. Image files are transformed in the threads that decode them, which
+            share Python's lock with the training. batch: all images of a batch at once, on the training device.
 
     Saves: epochs to an accuracy that the network without it only reaches with more images.
     Costs: several passes over each image in Python, on one CPU core; accuracy where epochs are few. Augment and Mix

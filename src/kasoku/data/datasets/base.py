@@ -1,14 +1,8 @@
 """Types of data sets, in memory or as files, and the digits that come with the package."""
 
 import hashlib
-import multiprocessing
 import os
-import pickle
-import signal
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +14,7 @@ from kasoku.core import InputError, described
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import is_image, upright
 from kasoku.data.loading.shuffle import order
-from kasoku.data.remote.store import HERE, GoneError, Store
-
-_STARTING = threading.Lock()
-_DATASET: list[Any] = []  # of a process that reads items
+from kasoku.data.remote.store import HERE, Store
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +78,9 @@ class Items:
     Args:
         dataset: anything with len() and items.
         labels_N: the labels; else `dataset.targets` or `dataset.labels`; else every item is read once.
-        processes: number of processes that read items, each with a copy of the data set; 0: threads, as for files.
-            Use processes if the data set's own code is slow and holds the GIL. They end with this object.
     """
 
-    def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None, *, processes: int = 0):
-        if processes < 0:
-            raise InputError(f"processes={processes}: 0 for threads, or at least 1")
+    def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None) -> None:
         for name in ("targets", "labels"):
             labels_N = getattr(dataset, name, None) if labels_N is None else labels_N
         if labels_N is None:
@@ -101,11 +88,7 @@ class Items:
         self.labels_N = torch.as_tensor(labels_N, dtype=torch.int64)
         if self.labels_N.shape != (len(dataset),):
             raise InputError(f"labels of shape {tuple(self.labels_N.shape)} for {len(dataset)} items: one for each")
-        self.dataset, self.processes = dataset, processes
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_pool": None}
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -115,53 +98,27 @@ class Items:
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The image of an item. Raises InputError with its number for anything but an image."""
-        if not self.processes:
-            return _image_of(self.dataset, index)
-        with _STARTING:
-            if self._pool is None:
-                context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-                self._pool = ProcessPoolExecutor(self.processes, context, _start_process, (self.dataset,))
         try:
-            return self._pool.submit(_read_in_process, index).result()
-        except (BrokenProcessPool, pickle.PicklingError) as error:
-            wanted = 'it must be picklable, fit in memory, and be made in a script below `if __name__ == "__main__":`'
-            raise GoneError(f"processes: one that reads the data set ended ({error}); {wanted}") from error
-
-
-def _start_process(dataset: Any) -> None:
-    """Runs first in a process that reads items."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the training ends its step and saves
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    _DATASET[:] = [dataset]
-
-
-def _read_in_process(index: int) -> bytes | np.ndarray:
-    return _image_of(_DATASET[0], index)
-
-
-def _image_of(dataset: Any, index: int) -> bytes | np.ndarray:
-    try:
-        image = dataset[index][0]
-        if isinstance(image, str | os.PathLike):
-            return Path(image).read_bytes()
-        if isinstance(image, torch.Tensor):
-            image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
-        elif hasattr(image, "convert"):
-            image = upright(image)
-    except Exception as error:  # the user's own code
-        raise InputError(f"item {index}: {described(error)}; mend or leave it out") from error
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, np.ndarray):
-        grey = image.ndim == 2 or image.shape[2:] == (1,)
-        if image.dtype == np.uint8 and image.size and (grey or image.shape[2:] == (3,)):
-            return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
-        got = f"an array of {image.dtype}, shape {image.shape}"
-    else:
-        got = f"a {type(image).__name__}"
-    wanted = "the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, or a Pillow image"
-    raise InputError(f"item {index}: {got}: {wanted}")
+            image = self.dataset[index][0]
+            if isinstance(image, str | os.PathLike):
+                return Path(image).read_bytes()
+            if isinstance(image, torch.Tensor):
+                image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
+            elif hasattr(image, "convert"):
+                image = upright(image)
+        except Exception as error:  # the user's own code
+            raise InputError(f"item {index}: {described(error)}; mend or leave it out") from error
+        if isinstance(image, bytes):
+            return image
+        if isinstance(image, np.ndarray):
+            grey = image.ndim == 2 or image.shape[2:] == (1,)
+            if image.dtype == np.uint8 and image.size and (grey or image.shape[2:] == (3,)):
+                return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
+            got = f"an array of {image.dtype}, shape {image.shape}"
+        else:
+            got = f"a {type(image).__name__}"
+        wanted = "the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, or a Pillow image"
+        raise InputError(f"item {index}: {got}: {wanted}")
 
 
 Split = Memory | Encoded
@@ -173,7 +130,8 @@ class Dataset:
 
     `image_size` is (height, width), to which files are decoded. `mean` and `std` have one number a channel, for pixel
     values / 255: measured for training images in memory, those of ImageNet for files. Training stops if more than the
-    share `max_bad_fraction` of the images, and more than one, cannot be decoded.
+    share `max_bad_fraction` of the images, and more than one, cannot be decoded. `undivided`: all images, where
+    the test split was held out of them; None where the data has a test part.
     """
 
     name: str
@@ -185,6 +143,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     max_bad_fraction: float = 0.001
+    undivided: Encoded | None = None
 
     def index(self) -> dict[str, str]:
         """A summary that ranks can compare: classes, a digest of labels and names, the decoder."""

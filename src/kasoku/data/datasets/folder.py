@@ -88,12 +88,12 @@ def folder(  # noqa: PLR0913
     base = top if store.local else ""
     folders = {part: [below(below(base, part), kind) for kind in classes] for part in parts}
     paths = [os.path.join(base, f) if table else f"{folders[p][k]}/{f}" for p, k, f in rows]
-    train, test = (
+    train, test, undivided = (
         Files(tuple(itertools.compress(paths, chosen_N)), labels_N[torch.from_numpy(chosen_N)], store)
-        for chosen_N in (~test_N, test_N)
+        for chosen_N in (~test_N, test_N, np.full(len(paths), not others))
     )
-    name, mean, std = top.rpartition("/")[2], IMAGENET_MEAN, IMAGENET_STD
-    return Dataset(name, classes, train, test, 3, (size, size), mean, std, max_bad_fraction)
+    facts = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, None if others else undivided)
+    return Dataset(top.rpartition("/")[2], classes, train, test, *facts)
 
 
 def check_settings(root: str, size: int, validation: float) -> None:
@@ -107,19 +107,24 @@ def check_settings(root: str, size: int, validation: float) -> None:
         raise InputError(f"validation={validation}: more than 0 and less than 1, the share kept for validation")
 
 
-def split_off(whole: Any, test_N: np.ndarray, validation: float, seed: int, where: str) -> tuple[Any, Any]:
-    """The training and the test part of a split that has `take`. If test_N is all or none, a share of each class."""
-    if test_N.all() or not test_N.any():
+def split_off(whole: Any, test_N: np.ndarray, validation: float, seed: int, where: str) -> tuple[Any, Any, Any]:
+    """The training and the test part of a split that has `take`, and None.
+
+    If test_N is all or none, the test part is a share of each class, and the third is the split itself.
+    """
+    if undivided := bool(test_N.all() or not test_N.any()):
         classes = [str(number) for number in range(int(whole.labels_N.max()) + 1)]
         test_N = held_out([whole.name(i) for i in range(len(whole))], whole.labels_N, classes, validation, seed)
     if not test_N.any():
         raise InputError(f"{where}: no class has two images, so none can be split off for validation; add a part val")
-    return whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
+    return whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N)), whole if undivided else None
 
 
 def find_images(path: str | Path) -> list[Path]:
     """The image files below a folder, sorted, without hidden ones; or the file itself. Raises InputError for none."""
     start = Path(path).expanduser()
+    if start.suffix.lower() in (".parquet", ".tar", *LISTS):
+        raise InputError(f"{path}: no image; give image files, or folders of them")
     if start.is_file():
         return [start]
     if not start.is_dir():

@@ -55,7 +55,9 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
     tree = dict(zip(names, images, strict=True))
     for name, files in tree.items():
         if not files:
-            raise InputError(f"{home}/{name}: a class folder with no image ({_KINDS}); add some or remove it")
+            tables = any(file.endswith(".parquet") for file in look(part)[1])
+            instead = f"; or did you mean {home}/*.parquet?" if tables else ""
+            raise InputError(f"{home}/{name}: a class folder with no image ({_KINDS}); add some or remove it{instead}")
     return tree
 
 

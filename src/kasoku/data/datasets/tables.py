@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError, summary
+from kasoku.core.errors import InputError, nearest, summary
 from kasoku.data.datasets.base import Dataset, check_labels
 from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, folder, split_off
 from kasoku.data.datasets.folder_index import LISTS, used_parts
@@ -151,9 +151,9 @@ def parquet(  # noqa: PLR0913
     starts_G = np.cumsum([0, *(facts.num_rows for *_, facts in groups)]).tolist()[:-1]
     whole = Rows(cell, names_G, starts_G, np.arange(len(labels_N)), labels_N, window)
     test_N = np.repeat(is_test, [len(file.labels) for file in files])
-    train, test = split_off(whole, test_N, validation, seed, store.shown)
-    name = store.shown.rpartition("/")[2]
-    return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
+    train, test, undivided = split_off(whole, test_N, validation, seed, store.shown)
+    facts = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, undivided)
+    return Dataset(store.shown.rpartition("/")[2], classes, train, test, *facts)
 
 
 class _ParquetFile:
@@ -214,6 +214,9 @@ def _located(root: str, *cache: Any) -> tuple[Store, list[str], list[bool]]:
         top = fixed.rpartition("/")[0]
         pattern = root[len(top) :].lstrip("/")
     store = Store(top or ("/" if root.startswith("/") else "."), *cache)
+    if "*" not in pattern and store.local and not os.path.exists(f"{store.shown}/{pattern}"):
+        others = [name for name in store.look("")[1] if name.endswith(PARQUET)]
+        raise InputError(f'data.root = "{root}": no such file{nearest(pattern, others) if others else ""}')
     names = store.list_files() if "*" in pattern else [pattern]
     if not (files := [n for n in names if n.endswith(PARQUET) and (n == pattern or fnmatchcase(n, pattern))]):
         raise InputError(f"root={root}: no {PARQUET} file there; give a file, a folder, or a pattern with *")
@@ -258,9 +261,9 @@ def hugging_face(
         return HERE.read(os.path.abspath(path)) if data is None and path else data
 
     test_N = np.repeat(is_test, [len(parts[part]) for part in used])
-    train, test = split_off(Rows(cell, [shown], [0], rows_N, labels_N), test_N, 0.1, 0, shown)
-    name = os.path.basename(shown)
-    return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
+    train, test, undivided = split_off(Rows(cell, [shown], [0], rows_N, labels_N), test_N, 0.1, 0, shown)
+    facts = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, undivided)
+    return Dataset(os.path.basename(shown), classes, train, test, *facts)
 
 
 def _library(module: str, least: int) -> Any:
@@ -283,7 +286,10 @@ def _columns(columns: Sequence[str], features: Any, image: str, label: str, wher
         typed = [name for name, of in known.items() if of.get("_type") == kind]
         found.append(given or (typed[0] if len(typed) == 1 else usual))
         if found[-1] not in columns:
-            raise InputError(f"{where}: no column {found[-1]}, but {', '.join(columns)}: set data.{usual}")
+            there = ", ".join(columns)
+            told = f"no column {usual}, but {there}: set data.{usual}"
+            wrong = f'data.{usual} = "{given}": no such column; the file has {there}'
+            raise InputError(f"{where}: {wrong if given else told}")
     names = known.get(found[1], {}).get("names")
     return found[0], found[1], names if isinstance(names, list) else None
 
@@ -302,6 +308,15 @@ def _classes(labels: Sequence[Any], names: Sequence[str] | None, where: str) -> 
     classes = tuple(names or map(str, range(max(labels) + 1)))
     check_labels(np.array(labels), len(classes), where)
     return torch.tensor(labels), classes
+
+
+def read_photos(root: str, size: int = 224) -> tuple[Source, Dataset]:
+    """The data set at a root, and its source: `folder` where it can read it, else by the kinds of the files there."""
+    try:
+        return folder, folder(root, size)  # of several ranks one lists it
+    except InputError:
+        source = source_of(root)
+        return source, source(root, size)
 
 
 def source_of(root: str) -> Source:

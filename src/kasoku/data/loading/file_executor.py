@@ -91,7 +91,7 @@ class FileExecutor(Executor):
             self.workers, self._autotuner = pipeline.threads, None
             return ThreadPool(pipeline.threads)
         if self._autotuner is None:
-            own = max(1, cores() // pipeline.cores_shared_by, getattr(self.split, "processes", 0))
+            own = max(1, cores() // pipeline.cores_shared_by)
             self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
         self.workers = self._autotuner.size
         return ThreadPool(self.workers)
@@ -162,13 +162,14 @@ class _Iteration:
         crops = self.pipeline.crops(index_N, self.epoch)
         step = max(1, min(_CHUNK, -(-len(index) // max(1, self.executor.workers))))
         cuts = [slice(start, start + step) for start in range(0, len(index), step)]
-        jpegs = nvjpeg.Jpegs(self.size, self.device) if self.pipeline.decoder == "nvjpeg" else None
-        tasks = [self.pool.submit(self._make, out_NHWC[cut], index[cut], crops[cut], jpegs) for cut in cuts]
-        return PendingBatch(images_NHWC, index_N, cuts, tasks, jpegs)
+        tasks = [self.pool.submit(self._make, out_NHWC[cut], index[cut], crops[cut]) for cut in cuts]
+        return PendingBatch(images_NHWC, index_N, cuts, tasks)
 
-    def _make(self, out_NHWC: np.ndarray, index: list[int], crops: list[Crop], jpegs: nvjpeg.Jpegs | None) -> Bad:
+    def _make(self, out_NHWC: np.ndarray, index: list[int], crops: list[Crop]) -> Bad:
         """Decodes images into out_NHWC, and transforms them; returns the rows of bad images, with the reasons."""
-        bad = decode_chunk(out_NHWC, index, crops, self._source, self.split.name, jpegs)
+        on_gpu = self.pipeline.decoder == "nvjpeg"
+        read = nvjpeg.reader(self._source, index, self.device) if on_gpu else self._source
+        bad = decode_chunk(out_NHWC, index, crops, read, self.split.name)
         if self.vary:
             begin_s = time.perf_counter()
             for row in [row for row in range(len(index)) if row not in bad]:
@@ -192,15 +193,13 @@ class _Iteration:
         return time.perf_counter() - begin_s
 
     def _send(self, batch: PendingBatch) -> Moving:
-        """Begins to copy a batch to the device, to be read after `_arrive`; what the device decoded joins it there."""
+        """Begins to copy a batch to the device, to be read after `_arrive`."""
         aside = self.stream is not None
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             host = self._finish(batch)
             with self._span("copy", bytes=host[0].nbytes):
                 pinned = [t if t.is_pinned() else t.pin_memory() for t in host] if aside else host
                 images_NHWC, y_N, index_N = (t.to(self.device, non_blocking=aside) for t in pinned)
-                if batch.jpegs:
-                    batch.jpegs.fill(images_NHWC, host[2])
                 if len(self.pipeline.dataset.mean) == 1:
                     images_NHWC = _grey(images_NHWC)
                 return (images_NHWC, y_N, index_N), self.stream and self.stream.record_event()
@@ -226,11 +225,6 @@ class _Iteration:
             bad |= {cut.start + row: error for row, error in chunk.result().items()}
         while self.varied_s and self.trace:
             self.trace.beside["transforms"] += self.varied_s.popleft()
-        if batch.jpegs:
-            failed = batch.jpegs.decode()
-            for row, index in enumerate(batch.index_N.tolist()):
-                if index in failed and (reason := self._crop(index, batch.images_NHWC[row])):
-                    bad[row] = reason
         shown_N, train = batch.index_N.clone(), self.pipeline.train
         for row, reason in bad.items():
             self.skipped.add(int(shown_N[row]), reason)
@@ -243,19 +237,15 @@ class _Iteration:
             return batch.images_NHWC[good_N], y_N[good_N], batch.index_N[good_N]
         return batch.images_NHWC, y_N, batch.index_N
 
-    def _crop(self, index: int, image_HWC: torch.Tensor) -> str | None:
-        """Decodes an image into image_HWC, now and on the CPU; returns what is wrong with it."""
-        crops = self.pipeline.crops(torch.tensor([index]), self.epoch)
-        return self._make(image_HWC.numpy()[None], [index], crops, None).get(0)
-
     def _replacement(self, index: int, image_HWC: torch.Tensor) -> int:
         """The next image that can be decoded, written in place of this one."""
         for step in range(1, len(self.split)):
             other = (index + step) % len(self.split)
-            reason = self._crop(other, image_HWC)
-            if reason is None:
+            crops = self.pipeline.crops(torch.tensor([other]), self.epoch)
+            bad = self._make(image_HWC.numpy()[None], [other], crops)
+            if not bad:
                 return other
-            self.skipped.add(other, reason)
+            self.skipped.add(other, bad[0])
         raise InputError(f"{self.pipeline.dataset.name}: no image can be decoded: {self.skipped.summary()}")
 
 
@@ -273,7 +263,6 @@ class PendingBatch:
     index_N: torch.Tensor  # noqa: N815
     cuts: list[slice]
     chunks: list[Future[Bad]]
-    jpegs: nvjpeg.Jpegs | None = None
 
     @property
     def ready(self) -> bool:
@@ -281,5 +270,5 @@ class PendingBatch:
 
     @property
     def good(self) -> bool:
-        """Decoded, every image of it; what the GPU decodes may still fail."""
-        return self.ready and not self.jpegs and not any(chunk.exception() or chunk.result() for chunk in self.chunks)
+        """Decoded, every image of it."""
+        return self.ready and not any(chunk.exception() or chunk.result() for chunk in self.chunks)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from kasoku.core.errors import InputError
+from kasoku.core import Checked, InputError
 from kasoku.data.augment.basic import Augment, Transform, box_draws, centre_box, random_box, stored_side
 from kasoku.data.augment.transforms import Vary
 from kasoku.data.datasets.base import Dataset, Items, Memory, Split
@@ -21,7 +21,7 @@ Crop = Callable[[int, int], Box]  # of the width and the height of an image
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class Pipeline(Checked):
     """The stages from a split to batches on the device; `with_` gives one with other settings.
 
     Attributes:
@@ -110,8 +110,7 @@ class Pipeline:
     @property
     def varies_in_threads(self) -> bool:
         """Whether the threads that decode run `vary` too."""
-        each = self.train and self.vary is not None and self.vary.per_image
-        return each and not self.in_memory and self.decoder == "cpu"
+        return self.train and self.vary is not None and self.vary.per_image and not self.in_memory
 
     @property
     def own_batch(self) -> int:
@@ -168,8 +167,7 @@ class Pipeline:
     @property
     def keeps_decoded(self) -> bool:
         """Whether decoded images are kept: known from the set alone, so that batches are the same on all machines."""
-        # items may be another image each time, and come from other processes
-        if self.decoder != "cpu" or isinstance(self.source, Items):
+        if self.decoder != "cpu" or isinstance(self.source, Items):  # items may be another image each time
             return False
         side = stored_side(min(self.dataset.image_size))
         return len(self.source) * 4 * side * side <= self.cache_bytes  # 3 bytes a pixel, 4 by 3

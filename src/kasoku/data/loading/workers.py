@@ -17,7 +17,6 @@ import numpy as np
 
 from kasoku.core.errors import InputError
 from kasoku.data.decode.decode import crop
-from kasoku.data.decode.nvjpeg import Jpegs
 from kasoku.data.loading.pipeline import Crop
 
 P = ParamSpec("P")
@@ -101,7 +100,6 @@ def decode_chunk(
     crops: list[Crop],
     read: Callable[[int], bytes | np.ndarray],
     name: Callable[[int], str],
-    jpegs: Jpegs | None = None,
 ) -> Bad:
     """Crops images into out_NHWC; returns what is wrong with those that cannot be read or decoded.
 
@@ -110,9 +108,7 @@ def decode_chunk(
     bad: Bad = {}
     for row, (image, box) in enumerate(zip(index, crops, strict=True)):
         try:
-            source = read(image)
-            if jpegs is None or not jpegs.take(image, source, box):
-                crop(source, box, out_NHWC[row], name=name(image))
+            crop(read(image), box, out_NHWC[row], name=name(image))
         except InputError as error:
             if error.gone:
                 raise

@@ -154,8 +154,9 @@ def shards(  # noqa: PLR0913
     except Damaged as damaged:
         raise InputError(f"{top}/{damaged}; run `kasoku pack --verify {top}`") from damaged
     test_N = np.array(used_parts(whole.files)[1])[whole.place_N5[:, 0]]
-    train, test = split_off(whole, test_N, validation, seed, top)
-    return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
+    train, test, undivided = split_off(whole, test_N, validation, seed, top)
+    rest = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, undivided)
+    return Dataset(name, classes, train, test, *rest)
 
 
 # ---- packs of our own

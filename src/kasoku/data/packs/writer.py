@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kasoku.core.errors import InputError, one_line
 from kasoku.core.files import lock, write_atomically, write_text
 from kasoku.core.hardware import cores
-from kasoku.core.limits import Checked, Range
+from kasoku.core.limits import Checked, Range, checked
 from kasoku.data.datasets.base import Dataset, Encoded
 from kasoku.data.datasets.tables import hugging_face, source_of
 from kasoku.data.decode.decode import decode, upright
@@ -76,6 +76,7 @@ class Form(Checked):
         return out.getvalue()
 
 
+@checked
 def pack(  # noqa: PLR0913
     source: str,
     target: str,
@@ -83,8 +84,8 @@ def pack(  # noqa: PLR0913
     side: int = 256,
     format: Literal["jpeg", "raw"] = "jpeg",
     quality: int = 90,
-    shard_bytes: int = 2**28,
-    workers: int = 0,
+    shard_bytes: Annotated[int, Range(at_least=1)] = 2**28,
+    workers: Annotated[int, Range("0 for one a core", at_least=0)] = 0,
     quiet: bool = False,
 ) -> str:
     """Packs the images of any source of files, local or remote; returns a line of summary.
@@ -97,9 +98,6 @@ def pack(  # noqa: PLR0913
     Errors: InputError for more bad images, and for a target with other files or a pack with other settings.
     """
     form = Form(side, format, quality)
-    for name, value, least in (("shard_bytes", shard_bytes, 1), ("workers", workers, 0)):
-        if value < least:
-            raise InputError(f"{name}={value}: {least} or more")
     if is_remote(target):
         raise InputError(f"{target}: a pack is written to a folder of this machine; copy it from there")
     home = Path(os.path.expandvars(target)).expanduser()

@@ -25,7 +25,6 @@ from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, sa
 from kasoku.core.hardware import is_dense
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.async_sgd.shared_memory import Segments
 from kasoku.distributed.async_sgd.survivors import Table, copy_buffers, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
@@ -39,7 +38,7 @@ _REFUSED = {"moves_weights": "all ranks would add its jump to the slow weights a
 
 
 @dataclass(frozen=True)
-class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_gradients=True, channels=1):
+class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_gradients=True, channels=1, stale=True):
     """Adds each rank's updates to shared weights and reads fresh weights during the next step.
 
     `job.drain()`, `evaluation()`, `state_dict()` and `close()` are collective: they are sync points, after which all
@@ -53,12 +52,11 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
             Overlap with these buckets; left out (None): no limit.
         buckets: how parameters are grouped for the exchange.
         every: local steps between two exchanges, 0 or more; 0 sends again as soon as the previous exchange has
-            finished, so that no step waits for the network (after at most 16 or max_staleness steps, times the groups
-            with stream; after each step with hidden=False).
+            finished, so that no step waits for the network (after at most 16 or max_staleness steps; after each step
+            with hidden=False).
         hidden: exchange during the next step and read the reply at its end; False: wait for the reply at once.
         wire: the codec of updates and replies: "fp32", "bf16" or "int8" (256 elements share a scale, a power of two).
             Rounding errors are added to the next message.
-        stream: exchange one group at a time, in turn, instead of all.
         predict: computes gradients at the weights' predicted position: any multiple of the other ranks' last movement
             ahead; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges old,
             else 0 (chosen by measurement: RECORDS.md).
@@ -68,9 +66,9 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
             0: those that share a host.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory on each rank, 20 bytes a parameter (16 without prediction, 8 with hidden=False in fp32; the
-        prediction is on the model's device). An owner also keeps its shard of the weights, two buffers as large as its
-        largest piece for each rank of another host, and with bf16 or int8 a copy of its shard for each rank. The
+    Costs: memory on each rank, 20 bytes a parameter (16 without prediction, which is on the model's
+        device). An owner also keeps its shard of the weights, two buffers as large as its
+        largest piece for each other rank, and with bf16 or int8 a copy of its shard for each rank. The
         prediction takes two passes over the parameters a step. About four threads for each other rank. Updates are
         stale, and no two runs are alike; a resumed run has rank 0's optimizer state on all ranks, so it is only
         statistically the same.
@@ -83,7 +81,6 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
     every: Annotated[int, Range(at_least=0)] = 0
     hidden: bool = True
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    stream: bool = False
     predict: float = -1.0
     warmup: Annotated[float, Range(at_least=0)] = 0.0
     finish: Annotated[float, Range(at_least=0)] = 0.0
@@ -160,14 +157,12 @@ class Exchange:
         for name, p in self._units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
-        self.segments = Segments(self.comm)
         in_turn = not self.comm.thread_safe  # ranks in one process
-        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, self.segments, leaders)
+        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, leaders)
         self.dead: dict[int, str] = self.transport.dead
         self.weights = self._divide(dict(enumerate(leaders)))
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self.staleness: Counter[int] = Counter()
-        self._turn = 0  # the group that is next with `stream`
         self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
         self._started = self._entered = False
         job.before_step(lambda: self.weights.remove_predictions())  # weight decay must act on the weights alone
@@ -180,13 +175,12 @@ class Exchange:
 
     def _divide(self, leaders: Mapping[int, int]) -> SharedWeights:
         """Divides the weights, equal on all ranks, among the workers. `leaders`: the worker of each rank."""
-        settings, named, tensors, zeros = self.settings, self._units.named, self._units.tensors, self.segments.zeros
-        groups = [[named[i][1] for i in group] for group in settings.buckets.plan(tensors).buckets]
-        self.segments.open(2 * len(groups), 8 * (not self.node.rank) * sum(t.elements for t in tensors))
+        settings, named = self.settings, self._units.named
+        groups = [[named[i][1] for i in group] for group in settings.buckets.plan(self._units.tensors).buckets]
         codec, ahead = CODECS[settings.wire], settings.ahead
         blocking = not settings.hidden and not ahead
         workers = sorted({*leaders.values()})
-        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead, zeros=zeros) for params in groups]
+        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
         weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness)
         self.transport.set_server(weights.server)
         return weights
@@ -257,11 +251,9 @@ class Exchange:
         settings, weights, groups, due = self.settings, self.weights, self.weights.groups, list[int]()
         if not settings.every or self.step % settings.every == 0:
             self._start()
-            due = [self._turn] if settings.stream else list(range(len(groups)))
-            most = most_local_steps(settings.max_staleness) * (len(groups) if settings.stream else 1)
-            due = due if settings.every else weights.due(due, self.step, most)
+            most = most_local_steps(settings.max_staleness)
+            due = list(range(len(groups))) if settings.every else weights.due(self.step, most)
         for g in due:
-            self._turn = (g + 1) % len(groups)
             weights.receive(groups[g], self.job.trace)
             weights.send(g, self.step, self.transport)
         for g in due if not settings.hidden else ():

@@ -187,11 +187,10 @@ class SharedWeights:
         pairs = ((group.current.load(), group.base.flat) for group in self.groups)
         return all(torch.equal(now.view(torch.int32), base.view(torch.int32)) for now, base in pairs)
 
-    def due(self, candidates: Sequence[int], step: int, most: int) -> list[int]:
+    def due(self, step: int, most: int) -> list[int]:
         """The groups to exchange now, by `WorkerGroup.due` of the worker; the same on all ranks of its node."""
-        flags = [self.rank in self.workers and self.groups[g].due(step, most) for g in candidates]
-        flags = _copy_from_first(self.node, torch.tensor(flags)).tolist()
-        return [g for g, due in zip(candidates, flags, strict=True) if due]
+        flags = [self.rank in self.workers and group.due(step, most) for group in self.groups]
+        return [g for g, due in enumerate(_copy_from_first(self.node, torch.tensor(flags)).tolist()) if due]
 
     def send(self, g: int, step: int, transport: Any) -> None:
         """Sends this rank's update of group g to the owners."""

@@ -1,14 +1,12 @@
 """Requests between ranks, answered while all of them compute.
 
 Note: progress. Between processes, one thread for each other rank receives its requests and answers them, so a reply
-does not wait for the callee's training loop. gloo's own threads move the bytes. Ranks that share memory
-(shared_memory.py) send only headers, and the callee reads and writes in place. Requests of one rank are answered in
+does not wait for the callee's training loop. gloo's own threads move the bytes. Requests of one rank are answered in
 order; those of several ranks in any order. Requests without a body go to the first owner on a channel of their own, so
 they overtake bytes under way. Where ranks take turns in one process (`Threads`, a virtual clock), the callee's handler
 is called directly, and the caller yields its turn afterwards.
 """
 
-import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +18,11 @@ from torch import Tensor
 from kasoku.core import Comm, Work
 from kasoku.distributed.async_sgd.parameter_server import Head, ParameterServer
 from kasoku.distributed.async_sgd.peers import ASK, REPLY, LostError, Peers, Reply, answered
-from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
 from kasoku.distributed.async_sgd.survivors import Table, on_survivors
 from kasoku.distributed.liveness import daemon
 
-FIELDS = 4  # numbers of a Head, at most
-HEADER = FIELDS + 2 * PLACE  # and the addresses of both bodies in shared memory, or zeros where the bytes are sent
+HEADER = 4  # numbers of a Head, at most
 BYE = 0  # the kind of message that ends the requests of a rank
-_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of this process; other errors are the peer's
 T = TypeVar("T")
 
 
@@ -65,8 +60,8 @@ class InProcess:
 class NetworkTransport:
     """Ranks in processes of their own, on a channel of its own; see Note: progress."""
 
-    def __init__(self, comm: Comm, segments: Segments, leaders: Sequence[int]) -> None:
-        self._comm, self._segments = comm, segments
+    def __init__(self, comm: Comm, leaders: Sequence[int]) -> None:
+        self._comm = comm
         self._threads: list[tuple[int, threading.Thread]] = []
         self.peers = Peers(comm, leaders, lambda rank: self._server.rank_died(rank))
         self.dead = self.peers.dead
@@ -99,13 +94,7 @@ class NetworkTransport:
             return answered(self._answer(to, head, body, out))
         request, reply = torch.zeros(HEADER, dtype=torch.int64), torch.zeros(HEADER, dtype=torch.int64)
         request[: len(head)] = torch.tensor(head)
-        small = not len(body)
-        if to in self._segments.near and len(body):
-            places = [self._segments.place(x) for x in (body, out)]
-            if all(places):
-                request[FIELDS:] = torch.tensor(places).view(-1)
-                body, out = body[:0], out[:0]
-        return self.peers.exchange(to, self.peers.small if small else self._comm, [request, body], [reply, out])
+        return self.peers.exchange(to, self._comm if len(body) else self.peers.small, [request, body], [reply, out])
 
     def finish_requests(self) -> None:
         """Announces the last request, and answers other ranks' requests until their last. Raises as `ask` does."""
@@ -126,7 +115,6 @@ class NetworkTransport:
     def stop(self) -> None:
         """Ends all threads; all living ranks call it."""
         self.peers.stop()
-        self._segments.forget()
 
     def _answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
         server, changed = self._server, self.peers.changed
@@ -155,19 +143,15 @@ class NetworkTransport:
                     buffer.clear()
                     if head[0] == BYE:
                         return buffers[1].clear()
-                    n, dtype = self._server.size(head)
-                    near = head[FIELDS] > 0
-                    body = out = bytes_sent = buffer.of(0 if near else n, dtype)
+                    body = buffer.of(*self._server.size(head))
                     if len(body):
                         channel.receive(body, source=rank, tag=ASK).wait()
-                    if near and rank not in self.dead:
-                        body, out = (self._segments.at(x, n, dtype) for x in (head[FIELDS:-PLACE], head[-PLACE:]))
                 if rank in self.dead:  # its update no longer counts
                     raise LostError(rank)
-                reply = self._answer(rank, head[:FIELDS], body, out)
+                reply = self._answer(rank, head, body, body)
                 buffer.reply[: len(reply)] = torch.tensor(reply)
                 with _errors_are_deaths(rank):
-                    buffer.sends = [channel.send(x, to=rank, tag=REPLY) for x in (buffer.reply, bytes_sent) if len(x)]
+                    buffer.sends = [channel.send(x, to=rank, tag=REPLY) for x in (buffer.reply, body) if len(x)]
         except LostError:
             self.peers.lose(rank, "its connection broke")
         except BaseException as error:
@@ -178,9 +162,7 @@ class NetworkTransport:
 def _errors_are_deaths(rank: int) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in _OWN_ERRORS:
-            raise
+    except RuntimeError as error:
         raise LostError(rank) from error
 
 

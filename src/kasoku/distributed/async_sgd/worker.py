@@ -1,7 +1,6 @@
 """A worker's copy of one group of parameters, divided into pieces, one for each owner."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,12 +17,12 @@ def most_local_steps(max_staleness: int | None) -> int:
 
 
 class FlatViews:
-    """A flat buffer, allocated by `zeros(elements, dtype=)`, with one view into it for each parameter of a group."""
+    """A flat buffer on a device, with one view into it for each parameter of a group."""
 
-    def __init__(self, params: Sequence[Tensor], zeros: Callable[..., Tensor] = torch.zeros) -> None:
+    def __init__(self, params: Sequence[Tensor], device: torch.device | None = None) -> None:
         self.params = params
         sizes = [p.numel() for p in params]
-        self.flat = zeros(sum(sizes), dtype=torch.float32)
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         parts = zip(torch.split(self.flat, sizes), params, strict=True)
         self.views = [part.as_strided(p.shape, p.stride()) for part, p in parts]
 
@@ -47,7 +46,7 @@ class Prediction(FlatViews):
     """
 
     def __init__(self, params: Sequence[Tensor], ahead: float) -> None:
-        super().__init__(params if ahead else (), partial(torch.zeros, device=params[0].device))
+        super().__init__(params if ahead else (), params[0].device)
         self._ahead = ahead
         self.reset()
 
@@ -90,12 +89,10 @@ class WorkerGroup:
         codec: of messages.
         blocking: the parameters do not change during an exchange, and equal the weights read after it.
         ahead: of the prediction that the parameters hold between exchanges, so `blocking` is False; 0: none.
-        zeros: allocates the buffers of requests and replies.
 
     Attributes:
         base: the last known weights, with this worker's own updates.
-        request, reply: buffers of messages. Both are `base` if the exchange can be done in place, as an owner replies
-            to a piece only after it has read all of it. Until then the owner may write to either.
+        request, reply: buffers of messages.
         residual: the rounding error of the last update, which is sent with the next one.
         slots: for each owner, the slice of its piece in `request` and `reply`.
         orphans: pieces whose owner is dead; this worker updates its own copy of them until the next sync point.
@@ -105,18 +102,10 @@ class WorkerGroup:
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        owners: Sequence[int],
-        codec: Codec,
-        *,
-        blocking: bool,
-        ahead: float = 0.0,
-        zeros: Callable[..., Tensor] = torch.zeros,
+        self, params: Sequence[Tensor], owners: Sequence[int], codec: Codec, *, blocking: bool, ahead: float = 0.0
     ) -> None:
         self.params, self._blocking, self.codec = params, blocking, codec
-        in_place = blocking and codec.exact
-        self.current, self.base = FlatViews(params), FlatViews(params, zeros if in_place else torch.zeros)
+        self.current, self.base = FlatViews(params), FlatViews(params)
         self.prediction = Prediction(params, ahead)
         n = len(self.base.flat)
         self.residual = torch.zeros(0 if codec.exact else n)
@@ -124,14 +113,14 @@ class WorkerGroup:
         pieces = zip(owners, cuts, cuts[1:], strict=False)
         self.pieces = {owner: slice(start, stop) for owner, start, stop in pieces if start < stop}
         if codec.exact:
-            self._request, self._reply = (self.base if in_place else FlatViews(params, zeros) for _ in range(2))
+            self._request, self._reply = (FlatViews(params) for _ in range(2))
             self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
         else:
             self.slots, end = {}, 0
             for owner, piece in self.pieces.items():
                 start, end = end, end + codec.elements(piece.stop - piece.start)
                 self.slots[owner] = slice(start, end)
-            self.request, self.reply = (zeros(end, dtype=codec.dtype) for _ in range(2))
+            self.request, self.reply = (torch.zeros(end, dtype=codec.dtype) for _ in range(2))
         self.pending: dict[int, Reply] = {}
         self.orphans: list[slice] = []
 
@@ -155,17 +144,12 @@ class WorkerGroup:
         return here and not (len(self.residual) or self.orphans)
 
     def drop_owner(self, owner: int) -> None:
-        """Goes on without a dead owner, which may still write to the buffers of its last request and reply."""
+        """Goes on without a dead owner, whose last reply may still arrive in its buffer."""
         piece = self.pieces.pop(owner)
         self.slots.pop(owner, None)  # with fp32 it is `pieces`
-        base = FlatViews(self.params)
-        base.flat.copy_(self.base.flat)
-        if self.reply is self.base.flat:  # it may contain half a reply
-            base.flat[piece] = self.current.load()[piece]
-            self.request = self.reply = base.flat
-        else:
-            self.reply = self.reply.clone()
-        self.base = base
+        self.reply = self.reply.clone()
+        if self._blocking and self.codec.exact:  # the last update is in the parameters alone
+            self.base.flat[piece] = self.current.load()[piece]
         self.orphans.append(piece)
 
     def contribution(self, owned: Mapping[int, Tensor], living: Sequence[int], workers: int) -> Tensor:
@@ -203,11 +187,6 @@ class WorkerGroup:
     def _write_request(self, share: float) -> None:
         """The general case, with flat copies."""
         update = self.current.load().sub_(self.base.flat)
-        if self.request is self.base.flat:
-            for piece in self.orphans:
-                update[piece] += self.base.flat[piece]
-            self.request.copy_(update)
-            return
         if not len(self.residual):
             self.request.copy_(update)
         update.mul_(share)

@@ -103,7 +103,7 @@ class StepProfiler:
 
     def entered(self, layer: int) -> None:
         """The forward of a layer begins."""
-        if self.now.out is None and self.job.model.training:
+        if self.now.out is None and self.job.model.training and not self.job.rehearses:
             self.now.entered.setdefault(layer, self.watch.moment())
 
     def output(self) -> None:

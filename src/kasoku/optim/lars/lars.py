@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from kasoku.core import Checked, InputError, Range
+from kasoku.core import Checked, InputError, Range, checked
 from kasoku.core.hardware import laid_out_like
 from kasoku.optim.lars.foreach import Move, Rule, step_cpu, step_foreach
-from kasoku.optim.param_groups import refuse_momentum_sgd, split
+from kasoku.optim.param_groups import NonNegative, Share, refuse_nesterov, split
 
 Form = Literal["mlperf", "pytorch", "mxnet"]
 
@@ -95,13 +95,14 @@ class LARS(torch.optim.Optimizer):
             torch.autograd.graph.increment_version([move.p for move in moves])  # fused kernels and ours do not
 
 
+@checked
 def lars(
     model: nn.Module,
-    lr: float = 10.0,
+    lr: NonNegative = 10.0,
     *,
-    momentum: float = 0.9,
+    momentum: Share = 0.9,
     nesterov: bool = False,
-    weight_decay: float = 5e-5,
+    weight_decay: NonNegative = 5e-5,
     trust: Trust = Trust(),
 ) -> LARS:
     """LARS for all weights; plain momentum SGD at the same rate, without decay, for biases and norm parameters.
@@ -126,7 +127,7 @@ def lars(
         decoupled: lr t g' becomes lr t g + weight_decay w; pytorch: v = momentum v + t g; w -= lr v + weight_decay w.
     Ref: You et al. 2017 (arXiv 1708.03888); the MLPerf reference; MXNet's LBSGD; [000] for the decoupled decay.
     """
-    refuse_momentum_sgd(lr, momentum, nesterov=nesterov, weight_decay=weight_decay)
+    refuse_nesterov(nesterov, momentum)
     weights, vectors = split(model)
     plain: dict[str, Any] = {"params": vectors, "layerwise": False, "weight_decay": 0.0}
     groups = [group for group in ({"params": weights}, plain) if group["params"]]

@@ -192,9 +192,9 @@ def ledgers(bars: Sequence[tuple[str, Mapping[str, float]]], *, key: str = "ledg
 def ledger(document: Mapping[str, Any]) -> Chart:
     """The ledger of one run, with a bar for each rank if there are several."""
     ranks = document.get("ranks") or []
-    left = len(ranks) - _MAX_RANKS
-    note = f"{left} more ranks are not drawn." if left > 0 else ""
-    bars = [(f"rank {i}", rows) for i, rows in enumerate(ranks[:_MAX_RANKS])]
+    numbers = document.get("facts", {}).get("ranks") or range(len(ranks))
+    note = f"{len(ranks) - _MAX_RANKS} more ranks are not drawn." if len(ranks) > _MAX_RANKS else ""
+    bars = [(f"rank {int(i)}", rows) for i, rows in zip(numbers, ranks[:_MAX_RANKS], strict=False)]
     return ledgers(bars if len(bars) > 1 else [("", document["rows"])], key="ledger", note=note)
 
 

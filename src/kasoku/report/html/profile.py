@@ -12,9 +12,10 @@ _STEPS, _RANKS = 5, 8  # that are drawn
 
 
 def profile(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The charts and the tables of profile.json."""
+    """The charts and the tables of profile.json, of what was measured."""
     tables = [(title.capitalize(), (head, rows)) for title, head, rows in profile_tables(document)]
-    return {"charts": [_gaps(document["ranks"]), _memory(document["memory"])], "tables": tables}
+    charts = [_gaps(document["ranks"]), _memory(document["memory"])] if document["blocks"] else []
+    return {"charts": charts, "tables": tables}
 
 
 def _gaps(ranks: Sequence[Mapping[str, Any]]) -> Chart:

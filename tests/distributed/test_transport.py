@@ -1,0 +1,68 @@
+"""Ranks that cannot answer the others' requests."""
+
+import errno
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from helpers.ranks import on_processes
+from kasoku.core import Comm, Job
+from kasoku.distributed import Asynchronous
+from kasoku.distributed.async_sgd import parameter_server as shards
+from kasoku.distributed.async_sgd import peers
+
+SIZE = 3
+process = pytest.mark.process
+
+
+def _steps(job: Job, number: int) -> None:
+    """So many, of a gradient of ones for each of 1,000 weights."""
+    for _ in range(number):
+        job.model(torch.ones(1000)).sum().backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+class _Broken(shards.ParameterServer):
+    """A handler that cannot take what another rank sends."""
+
+    mine = 0
+
+    def answer(self, rank, head, body, out):  # type: ignore[no-untyped-def]
+        if rank != self.mine and head[0] == shards.UPDATE:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().answer(rank, head, body, out)
+
+
+def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
+    """What each rank ends with where these cannot answer the others."""
+    if comm.rank in which:
+        _Broken.mine = comm.rank
+        shards.ParameterServer = _Broken  # type: ignore[misc]
+    peers.BEAT_S, peers.DEAD_S = 0.15, 2.0
+    model = torch.nn.Linear(1000, 1, bias=False)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(technique)
+    try:
+        _steps(job, 40)
+        job.drain()
+    except OSError as error:
+        return error.strerror or ""
+    return "went on"
+
+
+@process
+@pytest.mark.parametrize(
+    ("technique", "which"),
+    [
+        pytest.param(Asynchronous(every=1), [0], marks=pytest.mark.smoke),
+        (Asynchronous(every=1), [0, 1, 2]),
+        (Asynchronous(hidden=False, max_staleness=1), [1]),
+        (Asynchronous(hidden=False, max_staleness=1), [0, 2]),
+    ],
+)
+def test_ranks_that_cannot_answer_end_and_none_hangs(technique: Asynchronous, which: Sequence[int]):
+    found = on_processes(SIZE, _fails, technique, which)
+    failed = [rank for rank in which if found[rank] == "Too many open files"]
+    assert failed == [*which] or (len(which) == SIZE and len(failed) == SIZE - 1)  # the last one hears nobody
+    assert all(found[rank] == "went on" for rank in range(SIZE) if rank not in which)
