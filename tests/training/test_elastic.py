@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -14,20 +15,24 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.forked import Forked
 from helpers.ranks import on_processes
-from helpers.started import KASOKU, RECIPE, clean, ended, kill, largest_difference, options, started
+from helpers.started import KASOKU, RECIPE, clean, ended, forked, kill, largest_difference, options, started
 from kasoku.config.ranks import part_of, spread
 from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Job, Solo, Threads
 from kasoku.data import Shares
 from kasoku.distributed import AllReduce
+from kasoku.distributed.membership import MEMBERS, Membership
 from kasoku.distributed.torch_comm import abort
-from kasoku.training.elastic import Snapshots, _claim, _copied, _take_over
+from kasoku.training.elastic import Snapshots, _copied, _take_over
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.trainer import Trainer, build, fit
 
 EXACT = "techniques=[{use='kasoku.data.Augment', translate=1}, {use='kasoku.distributed.AllReduce', exact=true}]"
+ASYNCHRONOUS = ("techniques=[{use='kasoku.distributed.Asynchronous'}]", "norm_batch=0", "batch=96")
 EPOCHS = ("epochs=4", "schedule.epochs=4")
+TOP1 = 0.9  # of asynchronous ranks; undisturbed: 0.96 to 0.98
 LIMIT_S = 200.0
 
 
@@ -40,7 +45,7 @@ def steps_of(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def wait_for_step(run: Path, step: int, ranks: Sequence[subprocess.Popen[str]]) -> None:
+def wait_for_step(run: Path, step: int, ranks: Sequence[Forked]) -> None:
     until = time.monotonic() + LIMIT_S
     while not any(seen >= step for seen in steps_of(run)):
         assert time.monotonic() < until, [rank.poll() for rank in ranks]
@@ -105,6 +110,125 @@ def test_a_rank_that_was_stopped_is_not_taken_back_and_changes_nothing(
     assert ranks[victim][0] == 4, ranks
     assert ranks[1 - victim][0] == 0, ranks
     assert largest_difference(undisturbed, run) == 0
+
+
+class Ranks:
+    """The ranks of one training, of which some are killed and started again."""
+
+    def __init__(self, size: int, run: Path, *more: str) -> None:
+        self.run, self.size = run, size
+        self.words = ["train", str(RECIPE), *options(*more), "--quiet", "--continue", "--out", str(run)]
+        self.processes = started(self.words, size)
+
+    def start(self, rank: int) -> Forked:
+        """A process that takes the place of a rank; that of the rendezvous may be gone."""
+        where = {"RANK": str(rank), "WORLD_SIZE": str(self.size), "LOCAL_RANK": str(rank)}
+        where |= {"LOCAL_WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+        return Forked(self.words, clean(where))
+
+    def kill(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
+        self.processes[rank].send_signal(how)
+
+    def end(self, *codes: int) -> str:
+        """Waits for all, which must end with these codes; what they said."""
+        try:
+            said = [rank.communicate(timeout=LIMIT_S)[1] for rank in self.processes]
+        finally:
+            kill(self.processes)
+        assert [rank.returncode for rank in self.processes] == [*codes], said
+        return "".join(said)
+
+
+def trained(run: Path) -> list[float]:
+    """Seconds of forward passes of the ranks at the end."""
+    return [float(rank["forward"]) for rank in json.loads((run / "ledger.json").read_text())["ranks"]]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.smoke
+def test_a_rank_that_is_started_again_joins_and_the_weights_stay(victim: int, tmp_path: Path) -> None:
+    long = ("epochs=40", "schedule.epochs=40", EXACT)
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    forked(["train", str(RECIPE), *options(*long), "--quiet", "--out", str(undisturbed)])
+    ranks = Ranks(2, run, *long)
+    try:
+        wait_for_step(run, 12, ranks.processes)
+        ranks.kill(victim)
+        newcomer = ranks.start(victim)
+        assert newcomer.wait(LIMIT_S) == 0
+        ranks.processes.append(newcomer)
+    finally:
+        said = ranks.end(*(0 if rank != victim else -9 for rank in (0, 1)), 0)
+    assert "going on with 1 of 2 ranks" in said
+    assert "going on with 2 ranks from step" in said
+    assert largest_difference(undisturbed, run) == 0
+    assert all(seconds > 0 for seconds in trained(run))
+    assert len(trained(run)) == 2
+    assert not (run / MEMBERS).exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [1, 0])
+def test_asynchronous_ranks_go_on_without_an_owner(victim: int, how: signal.Signals, tmp_path: Path) -> None:
+    run, epochs = tmp_path / "run", 30
+    more = (*ASYNCHRONOUS, f"epochs={epochs}", f"schedule.epochs={epochs}", f"techniques.0.finish={epochs - 2}")
+    ranks = Ranks(3, run, *more)
+    try:
+        wait_for_step(run, 12, ranks.processes)
+        ranks.kill(victim, how)
+        for rank in {0, 1, 2} - {victim}:
+            assert ranks.processes[rank].wait(LIMIT_S) == 0
+        ranks.kill(victim)
+    finally:
+        said = ranks.end(*(0 if rank != victim else -9 for rank in range(3)))
+    assert f"rank {victim} died" in said
+    assert "going on with 2 ranks from step" in said
+    result = json.loads((run / "result.json").read_text())
+    assert result["epochs"] == epochs
+    assert result["top1"] > TOP1
+    confusion = json.loads((run / "classes.json").read_text())["confusion"]
+    assert sum(images for *_, images in confusion) == 360  # all test images, though a rank that had some is dead
+
+
+@pytest.mark.process
+def test_a_rank_joins_asynchronous_ones(tmp_path: Path) -> None:
+    run, epochs = tmp_path / "run", 60
+    ranks = Ranks(3, run, *ASYNCHRONOUS, f"epochs={epochs}", f"schedule.epochs={epochs}")
+    try:
+        wait_for_step(run, 12, ranks.processes)
+        ranks.kill(1)
+        newcomer = ranks.start(1)
+        assert newcomer.wait(LIMIT_S) == 0
+        ranks.processes.append(newcomer)
+    finally:
+        said = ranks.end(0, -9, 0, 0)
+    assert "going on with 3 ranks from step" in said
+    assert len(trained(run)) == 3
+    assert all(seconds > 0 for seconds in trained(run))
+    result = json.loads((run / "result.json").read_text())
+    assert result["epochs"] == epochs
+    assert result["top1"] > TOP1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("more", [(EXACT,), ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
+def test_kasoku_launch_local_starts_a_killed_rank_again(more: tuple[str, ...], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [*options("epochs=60", "schedule.epochs=60", "device.kind=cpu", *more), "--gpus-per-node", "2"]
+    command = [*KASOKU, "launch", "local", str(RECIPE), *words, "--quiet", "--out", str(run)]
+    process = subprocess.Popen(command, env=clean(), stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_step(run, 12, [])
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        _, said = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "going on with 2 ranks from step" in said
+    assert len(trained(run)) == 2
 
 
 @pytest.mark.process
@@ -187,9 +311,11 @@ def test_a_gradient_beyond_exact_sums_becomes_nan_and_not_another_number() -> No
 def test_a_rank_that_lost_the_run_folder_writes_nothing_into_it(tmp_path: Path) -> None:
     first = RunFolder(tmp_path)
     first.write("recipe.toml", "x = 1")
-    _claim(tmp_path, "0123456789", 1)
+    members = Membership()
+    members.folder, members.token = tmp_path, "0123456789"
+    members.claim(1)
     with pytest.raises(InputError, match="another group of ranks goes on"):
-        _claim(tmp_path, "0123456789", 1)
+        members.claim(1)
     second = _take_over(tmp_path)
     second.write("data.json", "{}")
     whole = (tmp_path / "manifest.json").read_bytes()
@@ -209,16 +335,26 @@ def test_parts_are_spread_as_evenly_as_can_be() -> None:
         spread(recipe, 8, 9)
 
 
+def test_a_rank_that_starts_is_alone_where_nobody_trains(tmp_path: Path) -> None:
+    assert Membership().find(None) is None
+    assert Membership().find(tmp_path) is None
+    with socket.socket() as nobody:  # bound, and not listening
+        nobody.bind(("127.0.0.1", 0))
+        found = {"token": "x", "first": 2, "addresses": [nobody.getsockname()]}
+        (tmp_path / MEMBERS).write_text(json.dumps(found))
+        assert Membership().find(tmp_path) is None
+
+
 def test_a_training_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
     recipe = load(RECIPE, ["epochs=1", "device.threads=1", "device.precision=fp32", "evaluate.target=0"])
-    snapshots = Snapshots()
+    snapshots = Snapshots(Membership())
     whole = fit(build(recipe), None, started=0.0, quiet=True)
     training = replace(build(recipe), snapshots=snapshots)
     trainer = Trainer(training, None, started=0.0, quiet=True)
     for step, _ in enumerate(trainer.steps([]), 1):
         if step == 10:
             break
-    assert 0 <= snapshots.newest <= 10
+    snapshots.goes_on = True
     result = fit(replace(build(recipe), snapshots=snapshots), None, started=0.0, quiet=True)
     assert (result.top1, result.loss, result.epochs) == (whole.top1, whole.loss, whole.epochs)
 

@@ -45,6 +45,7 @@ def run(arguments: TrainArguments) -> int:
         started=arguments.started,
         count=partial(_gpus, arguments),
         packages=partial(import_module, "kasoku.training.trainer"),
+        folder=arguments.resume or (arguments.out if arguments.go_on else None),
     )
 
 

@@ -83,9 +83,14 @@ class Activity:
         finally:
             self._last_step, self._busy_until = self._clock.now(), outer
 
-    def wait_for_verdict(self) -> None:
-        """Waits as long as it may take to name a death, which usually ends the process."""
-        if self.heartbeat is not None:
+    @property
+    def steps_on(self) -> bool:
+        """Whether this rank steps on without a dead one, until the ranks meet."""
+        return self.membership is not None and bool(self.membership.steps_on)
+
+    def wait_for_verdict(self, *, message: bool = False) -> None:
+        """Waits as long as it may take to name a death; not after a `message` where asynchronous ranks step on."""
+        if self.heartbeat is not None and not (message and self.steps_on):
             self.heartbeat.wait_for_verdict()
 
     @property
@@ -175,7 +180,7 @@ class CountingComm(Comm):
         try:
             return _CountedWork(f(), self, label, message)
         except RuntimeError:
-            self.activity.wait_for_verdict()
+            self.activity.wait_for_verdict(message=message)
             raise
 
     @contextmanager
@@ -187,7 +192,7 @@ class CountingComm(Comm):
         try:
             yield
         except RuntimeError:
-            self.activity.wait_for_verdict()
+            self.activity.wait_for_verdict(message=message)
             raise
         if noted:
             self._waits = ""

@@ -2,8 +2,8 @@
 
 Note: the exit code. Ranks that end regularly end alike, so the first exit code stands for all. If one crashes, the
 rest end because they lost it, or would wait for it for ever: after a grace period they get a SIGTERM, then a SIGKILL.
-The code is that of the rank that crashed. Where the rest goes on without it (Membership), they say so by a SIGUSR1, and
-the code is theirs.
+The code is that of the rank that crashed. Where the rest goes on without it (Membership), they say so by a SIGUSR1. The
+code is then theirs, and a rank that a signal ended is started again, to join them in their run folder.
 """
 
 import ctypes
@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ STARTED = "KASOKU_STARTED"  # when the command was started, on time.perf_counter
 _GRACE_S = {75: 60.0}  # by exit code, else 20 s: the other ranks name the dead one in 12 s, and end
 _POLL_S = 0.02
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_RESTARTS = 20  # of a rank
 
 
 def on_ranks(
@@ -39,6 +39,7 @@ def on_ranks(
     started: float,
     count: Callable[[], int],
     packages: Callable[[], object] = lambda: None,
+    folder: Path | None = None,
 ) -> int:
     """Runs a command on the ranks that a launcher started, or else on new processes; returns the exit code.
 
@@ -48,6 +49,7 @@ def on_ranks(
         started: when the command was started (time.perf_counter).
         count: the number of ranks, if no launcher sets it.
         packages: imports that are done during the rendezvous.
+        folder: a run folder; if ranks train there already, this one may join them.
     """
     here = place()
     processes = 1 if here.launched else count()
@@ -56,7 +58,7 @@ def on_ranks(
         return spawn(words, places, address="127.0.0.1", port=0, started=started)
     try:
         start = Start(began=started)
-        with process_group(here, start, packages) as comm:
+        with process_group(here, start, packages, folder) as comm:
             return run(comm, start)
     except ReportedElsewhereError as error:
         if "--traceback" in words:
@@ -86,7 +88,14 @@ def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]
     """Runs a command once with each of these sets of variables, and forwards signals; the exit code as of `spawn`."""
     processes: list[subprocess.Popen[bytes]] = []
     arrived: list[int] = []
-    regrouped = threading.Event()
+    regrouped: list[int] = []
+
+    def start(i: int, *more: str) -> subprocess.Popen[bytes]:
+        # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
+        return subprocess.Popen([*command, *more], env={**os.environ, **variables[i]}, process_group=0)
+
+    def start_again(i: int) -> subprocess.Popen[bytes] | None:
+        return start(i, "--continue") if "--out" in command and not arrived else None
 
     def forward(number: int, frame: object) -> None:
         arrived.append(number)
@@ -94,12 +103,12 @@ def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]
             process.send_signal(number)
 
     old = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
-    old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: regrouped.set())
+    old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, _: regrouped.append(number))
     try:
-        for own in variables:
-            if not arrived:  # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
-                processes.append(subprocess.Popen(command, env={**os.environ, **own}, process_group=0))
-        return _wait(processes, regrouped)
+        for i in range(len(variables)):
+            if not arrived:
+                processes.append(start(i))
+        return _wait(processes, regrouped, start_again)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -130,28 +139,38 @@ def attach_to_launcher() -> float | None:
     return float(started)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], regrouped: threading.Event) -> int:
+def _wait(
+    processes: list[subprocess.Popen[bytes]],
+    regrouped: Sequence[int],
+    start_again: Callable[[int], subprocess.Popen[bytes] | None],
+) -> int:
     """Waits for all; the exit code of the first that failed by itself, or 128 + n if signal n ended it.
 
-    `regrouped`: set where ranks go on without those that failed; later those may end too that were given up.
+    `regrouped`: not empty once ranks go on without others, which may then end.
     """
     failed: dict[int, int] = {}  # by process, in the order they failed
-    ignored: set[int] = set()
+    starts = [0] * len(processes)
     since, signals = time.monotonic(), 0
     while True:
         codes = [process.poll() for process in processes]
-        if regrouped.is_set():
-            ignored |= {i for i, code in enumerate(codes) if code and (i in failed or code == LOST_RANK_EXIT_CODE)}
-            failed = {i: code for i, code in failed.items() if i not in ignored}
         if not signals:
-            failed |= {i: code for i, code in enumerate(codes) if code and i not in failed and i not in ignored}
-        others = (code for code in failed.values() if code != LOST_RANK_EXIT_CODE)
-        first = next(others, LOST_RANK_EXIT_CODE if failed else 0)
+            failed |= {i: code for i, code in enumerate(codes) if code and i not in failed}
+        lost = {i for i, code in failed.items() if regrouped and (code < 0 or code == LOST_RANK_EXIT_CODE)}
+        for i in lost if None in codes else ():
+            if failed[i] < 0 and starts[i] < _RESTARTS and (process := start_again(i)):
+                processes[i], codes[i] = process, None
+                starts[i] += 1
+                del failed[i]
+        counted = {i: code for i, code in failed.items() if i not in lost}
+        if None not in codes and 0 not in codes:
+            counted = counted or failed
+        others = (code for code in counted.values() if code != LOST_RANK_EXIT_CODE)
+        first = next(others, LOST_RANK_EXIT_CODE if counted else 0)
         if None not in codes:
             return first if first >= 0 else 128 - first
         now = time.monotonic()
-        since = since if failed else now
-        if failed and signals < 2 and now - since > _GRACE_S.get(first, 20.0) * (1 + signals):
+        since = since if counted else now
+        if counted and signals < 2 and now - since > _GRACE_S.get(first, 20.0) * (1 + signals):
             for process in processes:
                 process.send_signal((signal.SIGTERM, signal.SIGKILL)[signals])
             signals += 1

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ _was_rank: list[object] = []
 
 
 @contextmanager
-def process_group(here: Place, start: Start, packages: Callable[[], object]) -> Iterator[Comm]:
+def process_group(
+    here: Place, start: Start, packages: Callable[[], object], folder: Path | None = None
+) -> Iterator[Comm]:
     """The comm of all ranks, watched over by a Watchdog; collective. The process group is destroyed at the end.
 
     A training that can go on without ranks that are lost changes the comm in place (Membership).
 
-    `start` takes the rendezvous as a task; `packages`: imports that are done meanwhile.
+    `start` takes the rendezvous as a task; `packages`: imports that are done meanwhile. `folder`: of a run; if ranks
+    train there already, the comm is that of this rank alone, until it joins them.
 
     Raises:
         InputError: if the launcher did not set rank 0's address, or the ranks do not find each other.
@@ -53,11 +57,13 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         # otherwise (torch's default is 3) NCCL ends this process before the Watchdog names the lost rank
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    start.add("rendezvous", lambda: _connect(here, backend(), address))
+    members = Membership()
+    comm = members.find(folder)
+    start.add("rendezvous", lambda: None if comm else _connect(here, backend(), address))
     start.do("packages", packages)
     start.import_compiler()  # not earlier: the rendezvous would wait for it (see _connect)
     _ = start["rendezvous"]
-    comm = Membership().start(TorchComm(), (str(address[0]), int(str(address[1]))))
+    comm = comm or members.start(TorchComm(), (str(address[0]), int(str(address[1]))))
     failed = ""
     try:
         yield comm
@@ -73,7 +79,7 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
             raise LostRankError(f"rank {here.rank}: lost another rank ({failed}); resume from a checkpoint") from error
         raise
     finally:
-        comm.activity.membership.close(failed)
+        members.close(failed)
 
 
 def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:

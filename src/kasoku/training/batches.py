@@ -4,9 +4,9 @@ No rank starts a step that another rank has no input for, and none seems to hang
 
 Note: shares of the data. A rank takes the next share of the epoch's batches when it is ready for it, so fast ranks take
 more of them, and each image is trained on once an epoch, as ever. Sync points are at the end of an epoch, at an
-evaluation, when a rank requests one (a signal, a checkpoint that is due, a loss that is not finite), and where
-synchronous steps begin or end; always after whole batches. There a step is counted for each batch, and the weights are
-equal on all ranks.
+evaluation, when a rank requests one (a signal, a checkpoint that is due, a loss that is not finite, a newcomer), and
+where synchronous steps begin or end; always after whole batches. There a step is counted for each batch, and the
+weights are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kasoku.core import Batch, Comm, InputError, Job, Work
+from kasoku.core import Batch, Comm, InputError, Job, Solo, Work
 from kasoku.data import Loader
 from kasoku.distributed.async_sgd.asynchronous import Exchange
 from kasoku.distributed.consensus import ReportedElsewhereError, raise_on_all_ranks
@@ -38,6 +38,7 @@ class SyncSource:
     """Batches of which each rank takes its part: every step is a sync point."""
 
     syncs_each_step: ClassVar[bool] = True
+    lost: ClassVar[bool] = False  # a rank, so that the others must meet
 
     def __init__(self, state: RunState, metrics: Metrics, own_request: Callable[[], Request]) -> None:
         self.state, self.job, self.metrics, self.own_request = state, state.job, metrics, own_request
@@ -68,12 +69,16 @@ class SyncSource:
         return request if request.save == self._answered else request._replace(save=self._answered)
 
     def close(self) -> None:
-        """Ends the exchange of requests under way. Collective."""
+        """Ends the exchanges under way. Collective."""
         self._channel.close()
+        self._barrier.close()
 
 
 class AsyncSource:
-    """The shares of the data that one rank trains on between two sync points."""
+    """The shares of the data that one rank trains on between two sync points.
+
+    Attributes: `lost`: whether a rank was lost since the last sync point, and the others have stepped on.
+    """
 
     syncs_each_step: ClassVar[bool] = False
 
@@ -82,7 +87,7 @@ class AsyncSource:
         self._exchange: Exchange = self.job.kept("asynchronous")
         self._channel = ControlChannel(self.job.comm)
         self._request, self._failure = Request(), None  # type: Request, InputError | None
-        self._synchronous, self._steps = False, self.job.steps
+        self._synchronous, self.lost, self._steps = False, False, self.job.steps
         self._epoch, self._first = 0, 0  # where the loader was at the last sync point, in batches
 
     @property
@@ -112,7 +117,7 @@ class AsyncSource:
             else:
                 with loader.deal_from(self._next_share):
                     for batch in batches(job, activity, barrier):
-                        number = loader.last_share // job.comm.size  # all shares of a batch have the same progress
+                        number = loader.last_share // loader.size  # all shares of a batch have the same progress
                         job.set_progress(self._epoch + number / self._in_epoch)
                         yield batch
         except InputError as error:
@@ -132,16 +137,19 @@ class AsyncSource:
         return 0
 
     def sync(self) -> Request:
-        """Finishes all exchanges, so that all ranks have equal weights. Collective; drains."""
+        """Finishes all exchanges, so that all living ranks have equal weights. Collective; drains."""
         job, loader, state = self.job, self.job.plain_loader, self.state
         self._channel.close()
         limit_s = _PATIENCE * state.activity.limit_s
         with job.trace.span("wait", "the other ranks"), state.activity.busy(limit_s):
             job.drain()
-        metrics = self.metrics
+        metrics, comm, dead = self.metrics, job.comm, self._exchange.dead
+        if dead and state.activity.steps_on:
+            self.lost, comm = True, Solo()
+            state.activity.membership.lost.update(dead)
         metrics.read_own()
         own = self._request, metrics.own_sum, metrics.own_count
-        requests, sums, counts = zip(*job.comm.gather_objects(own), strict=True)
+        requests, sums, counts = zip(*comm.gather_objects(own), strict=True)
         length = self._in_epoch
         if not self._synchronous:
             epochs, position = divmod(self._exchange.batches_dealt, length)
@@ -151,7 +159,7 @@ class AsyncSource:
         self._steps += passed
         job.set_progress(loader.epoch + loader.position / len(loader), self._steps)
         state.progress.images += passed * loader.batch
-        raise_on_all_ranks(job.comm, self._failure)
+        raise_on_all_ranks(comm, self._failure)
         metrics.read_mean(sum(sums), sum(counts))
         return Request.merge(requests)
 

@@ -60,12 +60,12 @@ class Checkpointing:
             state.last_checkpoint = f"step {job.steps}"
         self._saved_s = job.clock.now()
 
-    def content(self) -> dict[str, Any]:
-        """All that resuming needs besides the weights; tensors are not copied. Collective; drains."""
+    def content(self, *, alone: bool = False) -> dict[str, Any]:
+        """All that resuming needs besides the weights; tensors are not copied. Collective unless `alone`; drains."""
         state, job = self.state, self.job
         content = job.state_dict()
         content["loader"] |= state.position  # after the last whole step
-        if job.plain_loader.skipped:
+        if job.plain_loader.skipped and not alone:
             ranks = job.comm.gather_objects(content["loader"].get("skipped", {}))
             content["loader"]["skipped"] = {index: why for skipped in ranks for index, why in skipped.items()}
         return {"job": content, "progress": {**asdict(state.progress), "spent_s": self.metrics.ledger.rows()}}

@@ -1,4 +1,4 @@
-"""Trainings whose ranks may be lost: copies of their state in host memory, and going on from one with the ranks left.
+"""Trainings that lose ranks and take in new ones: copies of their state in host memory, and going on from one.
 
 Note: same result. The batch is cut into the parts that the first ranks passed through the network at once. The ranks
 that are left take whole parts, some one more than others; global batch, order of samples, BatchNorm's groups and random
@@ -8,18 +8,22 @@ numbers stay. The weights are those of an undisturbed training up to the order o
 Note: how often a copy is made. All copies since the start or the last loss take at most 1 % of the time, by the slowest
 rank's clock: after each copy the ranks agree how many steps that needs.
 
+Note: asynchronous ranks step on without a dead one until the next sync point. There the living make a copy, and go on
+from it. A batch keeps as many shares as there were ranks at the start.
+
+Note: newcomers. A rank that is started with `--continue` in a run folder where others train builds the training alone,
+and then asks them. At the next boundary of steps they make a copy, which it gets from the first of them.
+
 Note: what ends all ranks, with exit code 4: `faults.elastic = false`; a loss before the first step or after the last; a
-rank that failed by an error of its own, or hangs in a step though its process lives; ranks that step without waiting
-for each other; CUDA graphs; unequal shares by speed; no part for each rank; a second loss while the ranks regroup.
-Launchers that start ranks again do so, as a new rank cannot join yet. State that a reducer keeps for each rank (Wire,
-LowRank) starts anew, as in a run that is resumed on other ranks.
+rank that failed by an error of its own, or hangs in a step though its process lives; CUDA graphs; unequal shares by
+speed; no part for each rank; asynchronous ranks that step together in nodes; a second loss while the ranks regroup.
+State that a reducer keeps for each rank (Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
 """
 
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -28,18 +32,20 @@ import torch
 from torch import Tensor
 
 from kasoku.config.ranks import is_asynchronous, part_of, spread
-from kasoku.core import Comm, InputError, say
+from kasoku.core import InputError, say
+from kasoku.data import Shares
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.liveness import LostRankError, is_lost_rank
 from kasoku.training.checkpoint import Checkpointing, restore
 from kasoku.training.run_folder import RunFolder, run_folder
-from kasoku.training.run_state import Progress, Result, RunState, Training
+from kasoku.training.run_state import MeetError, Progress, Result, RunState, Training
 from kasoku.training.trainer import build, fit
 
-# Set by launchers that end all ranks, or start single ones again, when one dies: torchrun, Kubernetes, SkyPilot.
-_RESTARTS = ("TORCHELASTIC_RUN_ID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
+# Set by launchers that end all ranks when one dies: torchrun, SkyPilot.
+_RESTARTS = ("TORCHELASTIC_RUN_ID", "SKYPILOT_NODE_RANK")
 _COST = 0.01  # of the time, for copies
 _KEPT = 2  # copies: while one is made, the one before it is whole
+_MOST = 1_000_000  # asynchronous ranks
 
 
 def fit_in(
@@ -53,60 +59,85 @@ def fit_in(
 ) -> Result:
     """Locks the run folder; `begin` writes into it on rank 0; then as `fit`. Collective.
 
-    Ranks that were started by `kasoku train` go on in place where others are lost, unless they are asynchronous; then
-    the comm has changed when this returns.
+    Ranks that were started by `kasoku train` go on in place where others are lost, and take in newcomers; then the comm
+    has changed when this returns. A newcomer, alone so far, joins them.
     """
-    comm, recipe, snapshots = training.job.comm, training.recipe, Snapshots()
+    comm, caught = training.job.comm, list[str]()
     members: Any = getattr(comm.activity, "membership", None)
-    part = part_of(recipe, comm.size)
-    fixed = recipe if recipe.device.graphs else replace(recipe, norm_batch=recipe.images_per_norm(comm.size))
+    newcomer = bool(members) and members.newcomer
     with ExitStack() as stack:
-        run = stack.enter_context(run_folder(comm, folder, resume=resume))
-        run_on_all_ranks(comm, lambda: begin(run) if run else None)
-        if members:
-            elastic = _can_go_on(training, part)
-            members.arm(partial(_claim, folder, members.token) if elastic else None, recipe.faults.dead_s)
-            stack.callback(members.disarm)
-            training = replace(training, snapshots=snapshots if elastic else None)
-        lost = False
+        run = None
+        if not newcomer:
+            run = stack.enter_context(run_folder(comm, folder, resume=resume))
+            run_on_all_ranks(comm, lambda: begin(run) if run else None)
+        group = Regrouping(folder, training, members) if newcomer or (members and _can_go_on(training)) else None
+        if group:
+            stack.callback(members.arm, None, training.recipe.faults.dead_s, 0)
+            training = replace(training, snapshots=group.snapshots)
+        meets = newcomer
         while True:
             try:
-                if lost:
-                    members.regroup()
+                if meets:
+                    training, started = group.form(training), group.snapshots.taken_s or started
                     if comm.rank == 0 and run is None:
                         run = stack.enter_context(closing(_take_over(folder)))
-                    shares = spread(recipe, part, comm.size)
-                    training = replace(
-                        build(fixed, comm, dataset=training.dataset, shares=shares), recipe=recipe, snapshots=snapshots
-                    )
-                return fit(training, run, started=started, resume=resume, quiet=quiet)
+                return fit(training, run, started=started, resume=resume, quiet=quiet, caught=caught)
             except Exception as error:
-                if is_lost_rank(error):
-                    comm.activity.wait_for_verdict()
-                alone = comm.size == 1 or isinstance(error, LostRankError)
-                if not training.snapshots or alone or not comm.activity.heartbeat.fault[1]:
+                if not group or not group.goes_on_after(error):
                     raise
-                lost, started = True, snapshots.taken_s
+                meets = True
                 with suppress(RuntimeError):  # of what still waits for the others
                     training.job.patches.close()
 
 
-def _can_go_on(training: Training, part: int) -> bool:
+class Regrouping:
+    """How a training goes on with other ranks: what stays the same, and the copies of its state."""
+
+    def __init__(self, folder: Path, training: Training, members: Any) -> None:
+        self.recipe, self.members, self.snapshots = training.recipe, members, Snapshots(members)
+        recipe, first = self.recipe, members.first
+        self._part, self._in_turn = part_of(recipe, first), is_asynchronous(recipe, first)
+        self._grouped = recipe
+        if not (self._in_turn or recipe.device.graphs):
+            self._grouped = replace(recipe, norm_batch=recipe.images_per_norm(first))
+        most = _MOST if self._in_turn else recipe.batch // self._part
+        members.arm(folder, recipe.faults.dead_s, most, steps_on=self._in_turn)
+        self._planned = members.newcomer
+
+    def goes_on_after(self, error: Exception) -> bool:
+        """Whether the training goes on with other ranks. Waits for the verdict on an error that looks like a death."""
+        comm = self.members.comm
+        if is_lost_rank(error):
+            comm.activity.wait_for_verdict()
+        self._planned = isinstance(error, MeetError)
+        return self._planned or (comm.size > 1 and bool(self.members.lost) and not isinstance(error, LostRankError))
+
+    def form(self, training: Training) -> Training:
+        """The same training on the ranks that are left and those that join. Collective among them."""
+        members, recipe = self.members, self.recipe
+        if self._planned or members.steps_on:
+            members.meet()
+        members.regroup()
+        comm, dataset = members.comm, training.dataset
+        if is_asynchronous(recipe, comm.size):
+            shares = Shares((recipe.batch // members.first,) * members.first)
+        else:
+            shares = spread(recipe, self._part, comm.size)
+        self.snapshots.goes_on = True
+        training = build(self._grouped, comm, dataset=dataset, shares=shares)
+        return replace(training, recipe=recipe, snapshots=self.snapshots)
+
+
+def _can_go_on(training: Training) -> bool:
     """Whether the training can go on with fewer ranks."""
-    recipe, size = training.recipe, training.job.comm.size
-    alike = not is_asynchronous(recipe, size) and not training.job.plain_loader.shares
+    recipe, job = training.recipe, training.job
+    size, alike = job.comm.size, not job.plain_loader.shares
     restarted = any(name in os.environ for name in _RESTARTS)
-    return recipe.faults.elastic and alike and not (recipe.device.graphs or restarted) and recipe.batch // part >= size
-
-
-def _claim(folder: Path, token: str, number: int) -> None:
-    """Claims the number of a group for this process. Raises InputError if another group has it."""
-    if not (folder / "recipe.toml").exists():
-        raise InputError(f"the run folder {folder} is not on this host")
-    try:
-        (folder / f"group-{token[:8]}-{number}").touch(exist_ok=False)
-    except FileExistsError as error:
-        raise InputError("another group of ranks goes on") from error
+    if is_asynchronous(recipe, size):
+        shared = job.step_comm.size == 1  # the ranks of a node have places that they would lose
+    else:
+        shared = recipe.batch // part_of(recipe, size) >= size
+    return recipe.faults.elastic and alike and shared and not (recipe.device.graphs or restarted)
 
 
 def _take_over(folder: Path) -> RunFolder:
@@ -118,26 +149,22 @@ def _take_over(folder: Path) -> RunFolder:
 class Snapshots:
     """The newest copies of a training's state in host memory, by step.
 
-    Attributes: `spent_s`: seconds that copies took, since the start or the last loss; `taken_s`: when the newest was
-        made, by the job's clock.
+    Attributes: `members`: the ranks; `goes_on`: whether to go on from a copy; `spent_s`: seconds that copies took,
+        since the start or the last loss; `taken_s`: when the newest was made, by the job's clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: Any) -> None:
+        self.members, self.goes_on = members, False
         self._copies: dict[int, dict[str, Any]] = {}
         self.taken_s = self.spent_s = self._cost_s = self._since_s = 0.0
         self._first = self._due = 0  # steps
-
-    @property
-    def newest(self) -> int:
-        """The step of the newest copy; -1 if there is none."""
-        return max(self._copies, default=-1)
 
     def begin(self, checkpointing: Checkpointing) -> None:
         """Makes the first copy, unless the training goes on from one. Collective; drains."""
         job = checkpointing.job
         self.spent_s = 0.0
-        if self.newest < 0:
-            self._take(checkpointing)
+        if not self.goes_on:
+            self.take(checkpointing)
         self._since_s, self._first, self._due = job.clock.now(), job.steps, job.steps + 1
         job.document("copies.json", lambda: {"spent_s": self.spent_s, "of_s": job.clock.now() - self._since_s})
 
@@ -151,19 +178,20 @@ class Snapshots:
         job.comm.all_reduce(slowest, op="max").wait()
         needed_s, elapsed_s = float(slowest[0]) / _COST, -float(slowest[1])
         if elapsed_s >= needed_s:
-            self._take(checkpointing)
+            self.take(checkpointing)
             needed_s += self._cost_s / _COST
         step_s = elapsed_s / (job.steps - self._first)
         steps = torch.tensor([max(1, min(1e6, ceil((needed_s - elapsed_s) / step_s)))], dtype=torch.float64)
         job.comm.all_reduce(steps, op="max").wait()
         self._due = job.steps + int(steps)
 
-    def _take(self, checkpointing: Checkpointing) -> None:
+    def take(self, checkpointing: Checkpointing, *, alone: bool = False) -> None:
+        """Makes a copy. Collective unless `alone`; drains."""
         job = checkpointing.job
         began_s = job.clock.now()
         with checkpointing.state.busy("save"):
             oldest = self._copies.pop(min(self._copies)) if len(self._copies) == _KEPT else None
-            content = checkpointing.content()
+            content = checkpointing.content(alone=alone)
             content["weights"] = job.model.state_dict()
             self._copies[job.steps] = _copied(content, oldest)
         self.taken_s = job.clock.now()
@@ -171,25 +199,24 @@ class Snapshots:
         self.spent_s += self._cost_s
 
     def restore(self, state: RunState) -> None:
-        """Goes on from the newest copy that all ranks have. Collective. Raises InputError if there is none."""
+        """Goes on from the newest copy that all ranks but newcomers have. Collective. Raises InputError without one."""
         comm, job = state.job.comm, state.job
-        step = _common(comm, self._copies)
-        copy = self._copies[step]
-        self._copies = {step: copy}
+        held = comm.gather_objects([*self._copies])
+        common = set[int].intersection(*(set(steps) for steps in held if steps))
+        if not common:
+            raise InputError("the ranks that are left have no copy of the same step: resume from the last checkpoint")
+        step = max(common)
+        copy = self._copies.get(step)
+        if not all(held):  # newcomers have none
+            first = comm.broadcast_object(copy)
+            copy = copy or first
+        self._copies = {step: copy or {}}
         content = _copied(copy)
         job.model.load_state_dict(content["weights"])
         job.load_state_dict(content["job"])
         restore(state, Progress(**content["progress"]))
         if comm.rank == 0:
-            say(f"going on from step {job.steps} of {state.training.total_steps}, from memory")
-
-
-def _common(comm: Comm, copies: dict[int, dict[str, Any]]) -> int:
-    """The newest step of which all ranks have a copy."""
-    common = set.intersection(*map(set, comm.gather_objects([*copies])))
-    if not common:
-        raise InputError("the ranks that are left have no copy of the same step: resume from the last checkpoint")
-    return int(max(common))
+            say(f"going on with {comm.size} ranks from step {job.steps} of {state.training.total_steps}, from memory")
 
 
 def _copied(thing: Any, old: Any = None) -> Any:

@@ -25,6 +25,10 @@ class DivergedError(RuntimeError):
     """The loss or the weights are no longer finite."""
 
 
+class MeetError(RuntimeError):
+    """The ranks must form a new group, since newcomers wait, or some step on without the dead."""
+
+
 @dataclass(frozen=True)
 class Training:
     """A recipe that is ready to train: its job with all techniques applied, its data, its device."""

@@ -32,7 +32,7 @@ from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint, se
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_folder import RunFolder
-from kasoku.training.run_state import NO_CHECKPOINT, Result, RunState, Training
+from kasoku.training.run_state import NO_CHECKPOINT, MeetError, Result, RunState, Training
 from kasoku.training.validation import Validation
 
 
@@ -54,12 +54,12 @@ class Trainer:
     ) -> None:
         self.job, self.state = training.job, RunState(training, run)
         copies = training.snapshots
-        goes_on = bool(copies) and copies.newest >= 0  # with other ranks than before
-        if goes_on:
+        self.goes_on = bool(copies) and copies.goes_on  # with other ranks than before
+        if self.goes_on:
             copies.restore(self.state)
         elif resume:
             resume_from_checkpoint(self.state)
-        self.metrics = Metrics(self.state, started=started, resumed=resume or goes_on, quiet=quiet)
+        self.metrics = Metrics(self.state, started=started, resumed=resume or self.goes_on, quiet=quiet)
         self.checkpointing = Checkpointing(self.state, self.metrics)
         if copies:
             copies.begin(self.checkpointing)
@@ -85,6 +85,8 @@ class Trainer:
         `caught`: the list to which `signals` adds the signals of this process.
         """
         job, source, metrics, self.caught = self.job, self.source, self.metrics, caught
+        if self.goes_on:
+            self.validation.run_if_due()
         while not self.ended:
             for x_NCHW, y_N in source.batches():
                 loss = job.loss(job.model(x_NCHW), y_N)
@@ -104,18 +106,30 @@ class Trainer:
                 self._sync()
 
     def _sync(self) -> None:
-        """A sync point: evaluates and saves if that is due. Collective; drains if it does either."""
-        request = self.source.sync()
+        """A sync point: evaluates and saves if that is due. Collective; drains if it does either.
+
+        Raises MeetError where the training goes on with other ranks, from a copy of its state.
+        """
+        request, copies = self.source.sync(), self.state.training.snapshots
+        if self.source.lost:
+            copies.take(self.checkpointing, alone=True)
+            raise MeetError
         self.validation.run_if_due()
         self.stopped = Signals(request.stop).name if request.stop else None
         if self.checkpointing.is_due_by_steps() or (request.save and not request.stop):
             self.checkpointing.save()
-        if self.state.training.snapshots:
-            self.state.training.snapshots.take_if_due(self.checkpointing)
+        if copies:
+            copies.take_if_due(self.checkpointing)
+        if request.join and not self.ended:
+            if self.source.syncs_each_step:
+                self.source.close()
+            copies.take(self.checkpointing)
+            raise MeetError
 
     def own_request(self) -> Request:
-        """What this rank asks all ranks to do: save, stop."""
-        return Request(save=self.checkpointing.is_due_by_time(), stop=Signals[self.caught[0]] if self.caught else 0)
+        """What this rank asks all ranks to do: save, stop, take in newcomers."""
+        copies, stop = self.state.training.snapshots, Signals[self.caught[0]] if self.caught else 0
+        return Request(self.checkpointing.is_due_by_time(), stop, join=bool(copies) and copies.members.asked)
 
     @property
     def resumable(self) -> bool:
@@ -136,12 +150,19 @@ class Trainer:
 
 
 def fit(
-    training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
+    training: Training,
+    run: RunFolder | None,
+    *,
+    started: float,
+    resume: bool = False,
+    quiet: bool = False,
+    caught: list[str] | None = None,
 ) -> Result:
     """Trains to the end, the target, or a signal. Collective: all ranks stop after the same step; drains.
 
-    The arguments are those of Trainer. On several ranks the job's comm must also take CPU tensors (torch.distributed:
-    gloo, on GPUs beside nccl). The command's exit code is 0, or 75 if SIGINT or SIGTERM set `stopped` (resume it).
+    The arguments are those of Trainer, and `caught` of `signals`. On several ranks the job's comm must also take CPU
+    tensors (torch.distributed: gloo, on GPUs beside nccl). The command's exit code is 0, or 75 if SIGINT or SIGTERM set
+    `stopped` (resume it).
 
     Raises:
         CorruptionError (exit code 5): by Replay; later checkpoints than the one to resume from are set aside.
@@ -150,9 +171,9 @@ def fit(
             (exact, but without virtual ranks BatchNorm's running statistics may include batches of an incomplete step).
     """
     trainer = Trainer(training, run, started=started, resume=resume, quiet=quiet)
-    with closing(trainer.metrics), signals() as caught:
+    with closing(trainer.metrics), signals(caught) as all_caught:
         try:
-            for _ in trainer.steps(caught):
+            for _ in trainer.steps(all_caught):
                 pass
             return trainer.finish()
         except Exception as error:
@@ -184,7 +205,8 @@ def build(
         dataset: the recipe's data set, if it was read before.
         train_loader: the training loader, if several trainings share one.
         start: tasks of the start-up that already run, e.g. finding the other ranks.
-        shares: how many images of a batch each rank takes; None: all the same number.
+        shares: how many images of a batch each rank takes; None: all the same number. The shares of asynchronous
+            ranks, which they take in turn, may be more or fewer than the ranks.
 
     Raises:
         InputError: if the parts do not fit each other.
@@ -196,12 +218,14 @@ def build(
     if recipe.evaluate.stale and not any(technique.renews_statistics for technique in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
     shares = shares or Shares()
+    in_turn = is_asynchronous(recipe, comm.size) and bool(shares.images)
+    takers = len(shares.images) if in_turn else comm.size
     if not shares.at_once:
-        check_share(recipe, comm.size)
+        check_share(recipe, takers)
     if recipe.save.upload:
         send(recipe.save.upload, {})  # a missing package is noticed now
     device_setup = _start_device_and_data(recipe, comm, start, dataset)
-    parts = shares.parts(comm.rank, recipe.parts(comm.size))
+    parts = shares.parts(comm.rank, recipe.parts(takers))
 
     def network(data: Dataset) -> nn.Module:
         """With its first weights. No other task may draw from torch's global generator meanwhile."""
@@ -210,8 +234,11 @@ def build(
 
     def loaders(data: Dataset) -> tuple[Loader, Loader]:
         load = partial(loader, data, device=device_setup.device, comm=comm, cores_shared_by=place().ranks_on_its_cores)
-        of_parts = {"at_once": shares.at_once, "shares": shares.images} if shares.at_once else {}
-        settings: dict[str, Any] = {"parts": parts, "fill": recipe.last_batch == "fill", **of_parts}
+        settings: dict[str, Any] = {"parts": parts, "fill": recipe.last_batch == "fill"}
+        if in_turn:
+            settings |= {"rank": comm.rank % takers, "size": takers}
+        elif shares.at_once:
+            settings |= {"at_once": shares.at_once, "shares": shares.images}
         train = train_loader or load("train", recipe.batch, seed=recipe.seed, **settings)
         test_batch = recipe.evaluate.batch or shares.at_once * comm.size or recipe.batch // parts
         return train, load("test", test_batch + -test_batch % comm.size)

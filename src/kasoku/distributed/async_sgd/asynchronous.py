@@ -7,10 +7,12 @@ the next step (transport.py, Note: progress), and the reply is read at its end; 
 Note: dead ranks. Where ranks go on without a dead one (distributed/liveness.py, Note: two policies), each updates its
 own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are divided among
 the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums, synchronous steps)
-would wait for it. A node dies with each of its ranks.
+would wait for it; `kasoku train` makes a new group of the ranks at the sync point (training/elastic.py). A node dies
+with each of its ranks.
 
-Note: joining ranks. The other ranks call `close()`, and form a new group and new jobs with the joining rank. It gets
-rank 0's weights from `apply`, and may load rank 0's `state_dict` (tests/distributed/test_joining.py).
+Note: joining ranks. `kasoku train` takes them in at a sync point. In a loop of the user's own the other ranks call
+`close()`, and form a new group and new jobs with the joining rank. It gets rank 0's weights from `apply`, and may load
+rank 0's `state_dict` (tests/distributed/test_joining.py).
 """
 
 import socket
@@ -181,7 +183,9 @@ class Exchange:
         blocking = not settings.hidden and not ahead
         workers = sorted({*leaders.values()})
         copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
-        weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness)
+        size = getattr(self.job.plain_loader, "size", self.comm.size)  # ranks may be fewer or more than shares
+        shares = len(workers) if size == self.comm.size else size // self.node.size
+        weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness, shares)
         self.transport.set_server(weights.server)
         return weights
 

@@ -27,15 +27,15 @@ _STRETCH = 1 << 16  # elements: 256 KiB
 
 
 class ParameterShard:
-    """The owned part, of n elements, of one group of parameters; `workers` send its updates.
+    """The owned part, of n elements, of one group of parameters; `workers` send updates, of which it adds `share`.
 
     Attributes: `weights`: the authoritative values. `staleness`: the number of updates since `begin` by staleness.
     """
 
-    def __init__(self, n: int, workers: Sequence[int], codec: Codec) -> None:
+    def __init__(self, n: int, workers: Sequence[int], codec: Codec, share: float) -> None:
         self.weights = torch.zeros(n)
         self.codec = codec
-        self._workers, self._share = workers, 1 / len(workers)
+        self._workers, self._share = workers, share
         self._lock = threading.Lock()
         self._decoded = torch.zeros(0 if codec.exact else n)  # an update, then the reply
 
@@ -76,24 +76,26 @@ class ParameterServer:
     """Answers the requests of all ranks: has the owned shards and, on the first owner, the clocks and data shares.
 
     `shards`: one for each group, or None where this rank owns nothing of it. `leaders`: the worker of each
-    rank. `ahead`: how many steps a worker may be ahead of the slowest one; None: any number.
+    rank. `ahead`: how many steps a worker may be ahead of the slowest one; None: any number. `shares`: of a batch.
 
     Note: shares. The ranks of a node look ahead for shares by different numbers of batches. So each asks by number for
     the next share of its node; the first one that asks has it dealt, the others get the same.
     """
 
-    def __init__(self, shards: Sequence[ParameterShard | None], leaders: Mapping[int, int], ahead: int | None) -> None:
-        self.shards, self.leaders, self._ahead = shards, leaders, ahead
+    def __init__(
+        self, shards: Sequence[ParameterShard | None], leaders: Mapping[int, int], ahead: int | None, shares: int
+    ) -> None:
+        self.shards, self.leaders, self._ahead, self.shares = shards, leaders, ahead, shares
         self._lock = threading.Lock()
         self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: not set yet
         self.clocks = dict.fromkeys(leaders.values(), 0)
         self._shares: dict[int, list[int]] = {}  # by worker
 
     def deal(self, first: int, end: int) -> None:
-        """Starts to deal these batches, of which each worker takes a share, unless it has begun."""
+        """Starts to deal these batches, in shares, unless it has begun."""
         if self.dealt is None:
             self._shares = {worker: [] for worker in self.clocks}
-            self.dealt = (first * len(self.clocks), end * len(self.clocks))
+            self.dealt = (first * self.shares, end * self.shares)
 
     def rank_died(self, rank: int) -> None:
         """Takes a dead worker out of the bound on clocks."""
@@ -124,7 +126,7 @@ class ParameterServer:
         with self._lock:  # a share, or -1 at the sync point
             (share, end), shares = self.dealt or (0, 0), self._shares[self.leaders[rank]]
             if head[1]:  # the shares end with the current batch
-                end = min(end, -(-share // len(self.clocks)) * len(self.clocks))
+                end = min(end, -(-share // self.shares) * self.shares)
             if head[2] == len(shares):
                 shares.append(share if share < end else -1)
                 share = min(end, share + 1)
@@ -149,7 +151,8 @@ class SharedWeights:
     `leaders`: the worker of each rank: the first one of its node. `node`: the ranks of this one's node.
     They have equal weights, groups and predictions: each computes the update, the worker alone sends it, and all read
     its replies. `max_staleness`: how many steps a worker may be ahead of the slowest one; None: any number.
-    `server`: of the shards that this rank owns.
+    `shares`: in how many parts the workers take a batch, and the divisor of their updates. `server`: of the shards that
+    this rank owns.
     """
 
     groups: Sequence[WorkerGroup]
@@ -157,14 +160,15 @@ class SharedWeights:
     rank: int
     node: Comm
     max_staleness: int | None
+    shares: int
 
     def __post_init__(self) -> None:
         self.workers = sorted({*self.leaders.values()})
-        self._share = 1 / len(self.workers)  # of each worker's update that is added
+        self._share = share = 1 / self.shares  # of each worker's update that is added
         codec = self.groups[0].codec
         owned = [group.pieces.get(self.rank) for group in self.groups]
-        shards = [ParameterShard(x.stop - x.start, self.workers, codec) if x else None for x in owned]
-        self.server = ParameterServer(shards, self.leaders, self.max_staleness)
+        shards = [ParameterShard(x.stop - x.start, self.workers, codec, share) if x else None for x in owned]
+        self.server = ParameterServer(shards, self.leaders, self.max_staleness, self.shares)
         self.begin()
 
     @torch.no_grad()
@@ -230,7 +234,7 @@ class SharedWeights:
             owned = {self.rank: shard.weights} if shard else {}
             table.all_reduce(group.contribution(owned, table.ranks, workers if works else 0))
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] // len(self.workers) if server.dealt and self.rank == self.workers[0] else 0
+        dealt = server.dealt[0] // self.shares if server.dealt and self.rank == self.workers[0] else 0
         largest = torch.tensor([max(staleness, default=0), dealt])
         table.all_reduce(largest, op="max")
         counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kasoku.core import Comm, InputError, Work
+from kasoku.core import Comm, Work
 from kasoku.distributed.liveness import ENDED, Detector, LostRankError, daemon
 
 BEAT_S, DEAD_S = 1.0, 5.0
@@ -222,14 +222,14 @@ class Peers:
     # ---- deaths
 
     def lose(self, rank: int, why: str) -> None:
-        """Takes a rank for dead, unless it ended before: goes on without it, or ends where a Watchdog watches."""
+        """Takes a rank for dead, unless it ended before: goes on without it, or ends as a Watchdog says."""
         with self.changed:
             ended = rank == self.comm.rank or self.reports[rank][1]
             if rank in self._suspects or self._failure or ended:
                 return
             self._suspects.add(rank)
 
-        if self._watched is not None:
+        if self._watched is not None and not self._watched.steps_on:
             daemon("kasoku waits for the verdict", self._end_by_verdict, self._watched, rank, why)
             return
         with self.changed:
@@ -297,7 +297,7 @@ class Peers:
                 self.changed.notify_all()
             if flags[self.comm.rank]:
                 line = f"rank {self.comm.rank} was given up by the others, which go on without it"
-                return self.fail(InputError(line))
+                return self.fail(LostRankError(line))
             for dead in (r for r, flag in enumerate(flags) if flag):
                 self.lose(dead, f"rank {rank} says so")
             if ended:
