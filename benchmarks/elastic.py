@@ -1,16 +1,18 @@
-"""How fast does a training go on when hosts die, does its result stay, and what does being ready for it cost?
+"""How fast does a training go on when hosts die and join, does its result stay, and what does being ready cost?
 
 Four hosts in network namespaces of this machine (as root) train CIFAR ResNet-18; one is killed, then the one that hosts
-the rendezvous. `detect_s`: from the kill to the line that names the dead rank, the longer of the two. `resume_s`: from
-that line to the first step that was not there before. `weights_equal`: the weights are those of one undisturbed rank,
-bit for bit (`AllReduce(exact=true)`). `snapshot_cost`: the share of the time that copies of the state took. Beside it
-two ranks under `torchrun --max-restarts`, of which one is killed: `torchrun_s` from the kill to the first new step from
-the checkpoint on disk.
+the rendezvous; then one of them is started again and joins. `detect_s`: from the kill to the line that names the dead
+rank, the longer of the two. `resume_s`: from that line to the first step that was not there before. `join_pause_s`: the
+longest time between two steps from the newcomer's start until it trains. `weights_equal`: the weights are those of one
+undisturbed rank, bit for bit (`AllReduce(exact=true)`). `snapshot_cost`: the share of the time that copies of the state
+took. Beside it two ranks under `torchrun --max-restarts`, of which one is killed: `torchrun_s` from the kill to the
+first new step from the checkpoint on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -66,45 +68,66 @@ def wait_for(run: Path, step: int, after_s: float = 0.0) -> float:
     raise SystemExit(f"elastic.py: {run} does not reach step {step}")
 
 
-def killed(options: argparse.Namespace, run: Path) -> dict[str, float]:
-    """Trains on all hosts and kills two of them, one after the other."""
-    said: list[tuple[float, str]] = []
+class Hosts:
+    """The ranks of one training, each in a network namespace of its own, and what they say."""
 
-    def listen(rank: subprocess.Popen[str]) -> None:
+    def __init__(self, options: argparse.Namespace, run: Path, names: Sequence[str]) -> None:
+        self.options, self.run, self.names = options, run, names
+        self.said: list[tuple[float, str]] = []
+        self.ranks = [self.start(number) for number in range(HOSTS)]
+
+    def start(self, number: int) -> subprocess.Popen[str]:
+        """Starts a rank; where the others train, it joins them."""
+        where = {"RANK": str(number), "WORLD_SIZE": str(HOSTS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        where |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "ve0"}
+        words = ["ip", "netns", "exec", self.names[number], sys.executable, "-m", "kasoku"]
+        words += [*command(self.options, self.run), "--continue"]
+        rank = subprocess.Popen(words, env=os.environ | where, stderr=subprocess.PIPE, text=True)
+        threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
+        return rank
+
+    def _listen(self, rank: subprocess.Popen[str]) -> None:
         for line in rank.stderr or ():
-            said.append((time.time(), line))
-            if options.show:
+            self.said.append((time.time(), line))
+            if self.options.show:
                 print(line, end="", file=sys.stderr)
 
+    def wait_for_line(self, words: str, before: int) -> float:
+        """When a rank said this, after so many lines."""
+        at_s = time.time()
+        while not (named := [t for t, line in self.said[before:] if words in line]):
+            if time.time() - at_s > LIMIT_S or all(rank.poll() is not None for rank in self.ranks):
+                raise SystemExit(f"elastic.py: nobody goes on: {self.said[-3:]}")
+            time.sleep(0.01)
+        return named[0]
+
+
+def killed(options: argparse.Namespace, run: Path) -> dict[str, float]:
+    """Trains on all hosts, kills two of them, one after the other, and starts one of these again."""
     detect_s, resume_s = [], []
     with cluster.namespaces(HOSTS) as names:
-        ranks = []
-        for number, name in enumerate(names):
-            where = {"RANK": str(number), "WORLD_SIZE": str(HOSTS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            where |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "ve0"}
-            words = ["ip", "netns", "exec", name, sys.executable, "-m", "kasoku", *command(options, run)]
-            ranks.append(subprocess.Popen(words, env=os.environ | where, stderr=subprocess.PIPE, text=True))
-            threading.Thread(target=listen, args=(ranks[-1],), daemon=True).start()
+        hosts = Hosts(options, run, names)
         try:
             for victim in KILLED:
                 seen = max([step for step, _ in rows(run)], default=0)
                 wait_for(run, seen + options.steps)
-                before = len(said)
-                at_s = time.time()
-                ranks[victim].kill()
-                while not (named := [t for t, line in said[before:] if "; going on with" in line]):
-                    if time.time() - at_s > LIMIT_S or all(rank.poll() is not None for rank in ranks):
-                        raise SystemExit(f"elastic.py: nobody goes on: {said[-3:]}")
-                    time.sleep(0.01)
-                detect_s.append(named[0] - at_s)
-                resume_s.append(wait_for(run, 0, named[0]) - named[0])
-            codes = [rank.wait(LIMIT_S) for rank in ranks]
+                before, at_s = len(hosts.said), time.time()
+                hosts.ranks[victim].kill()
+                named_s = hosts.wait_for_line("; going on with", before)
+                detect_s.append(named_s - at_s)
+                resume_s.append(wait_for(run, 0, named_s) - named_s)
+            before, at_s, left = len(hosts.said), time.time(), HOSTS - len(KILLED)
+            hosts.ranks[KILLED[0]] = hosts.start(KILLED[0])
+            joined_s = wait_for(run, 0, hosts.wait_for_line(f"going on with {left + 1} ranks", before))
+            times = [t for _, t in rows(run) if at_s < t <= joined_s]
+            join_s = max(b - a for a, b in itertools.pairwise(times))
+            codes = [rank.wait(LIMIT_S) for rank in hosts.ranks]
         finally:
-            for rank in ranks:
+            for rank in hosts.ranks:
                 rank.kill()
-    if any(code for rank, code in enumerate(codes) if rank not in KILLED):
-        raise SystemExit(f"elastic.py: exit codes {codes}: {said[-3:]}")
-    return {"detect_s": max(detect_s), "resume_s": max(resume_s)}
+    if any(code for rank, code in enumerate(codes) if rank not in KILLED[1:]):
+        raise SystemExit(f"elastic.py: exit codes {codes}: {hosts.said[-3:]}")
+    return {"detect_s": max(detect_s), "resume_s": max(resume_s), "join_pause_s": join_s}
 
 
 def restarted(options: argparse.Namespace, run: Path) -> float:
@@ -146,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("elastic.py: network namespaces: only as root, on Linux; run it as root")
     with tempfile.TemporaryDirectory() as folder:
         alone, run, other = (Path(folder) / name for name in ("alone", "run", "torchrun"))
-        figures: dict[str, object] = {**killed(options, run), "join_pause_s": None}
+        figures: dict[str, object] = {**killed(options, run)}
         copies = json.loads((run / "copies.json").read_text())
         figures["snapshot_cost"] = copies["spent_s"] / max(1e-9, copies["of_s"])
         subprocess.run([sys.executable, "-m", "kasoku", *command(options, alone)], check=True)

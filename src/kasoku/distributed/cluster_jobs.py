@@ -1,8 +1,9 @@
 """The files that `kasoku launch` writes: an sbatch script, a manifest of Kubernetes or Kubeflow, a SkyPilot task.
 
-Note: a pod that is killed is replaced, and reads the last checkpoint. If one dies, the ranks of the others end (exit
-code 4), so all are replaced, until 6 a node have failed. Not counted: pods that were evicted, or that saved at a
-SIGTERM (75). Not replaced: those of a training that diverged (3), as it would again.
+Note: a pod that is killed is replaced, and joins the others, which go on (membership.py). Where they cannot, their
+ranks end (exit code 4), so all are replaced, and read the last checkpoint, until 6 a node have failed. Not counted:
+pods that were evicted, or that saved at a SIGTERM (75). Not replaced: those of a training that diverged (3), as it
+would again.
 """
 
 import json

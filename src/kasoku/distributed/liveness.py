@@ -1,8 +1,9 @@
 """The failure detector: names a rank that died or hangs, and decides how the other ranks continue.
 
-Note: two policies. On a comm that a Watchdog started, a death or a hang ends all ranks, with one line on each and exit
-code 4; a launcher starts them again, and they resume from the last checkpoint. On any other comm, as in a training loop
-of the user's own, ranks of Asynchronous go on without the dead one (async_sgd/peers.py: Peers.lose).
+Note: three policies. On a comm that a Watchdog started, a death or a hang ends all ranks, with one line on each and
+exit code 4; a launcher starts them again, and they resume from the last checkpoint. Under `kasoku train` the others go
+on after a death (membership.py). On any other comm, as in a training loop of the user's own, ranks of Asynchronous go
+on without the dead one (async_sgd/peers.py: Peers.lose).
 
 Note: two transports. A Watchdog's heartbeats go through a store. A thread of each rank writes them over a connection of
 its own, so it does not stop while the training waits in a collective. Rank 0 reads all and writes a fault as the

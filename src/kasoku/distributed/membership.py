@@ -1,10 +1,10 @@
-"""The ranks of a training that goes on without ranks that are lost: who is left, and their new process group.
+"""The ranks of a training that goes on when ranks are lost or join: who they are, and their new process group.
 
 Note: no rank is needed. Every rank listens at an address that all know from the start, so the rank that hosts the
 rendezvous may be the one that dies. After a verdict (distributed/liveness.py) each survivor asks the lowest rank that
 is not lost, and the next one if that does not answer. The rank that is asked leads: it waits a few seconds for all
 others, and answers with the list of those that came and with the store of their new process group. Ranks are numbered
-anew, in the old order.
+anew, in the old order; newcomers, which found the addresses in the run folder and asked the first rank, come last.
 
 Note: what is guaranteed. At most one group goes on. The leader claims the group's number in the run folder, by a file
 that only one process can create; a group whose leader cannot is ended. So two halves that do not reach each other are

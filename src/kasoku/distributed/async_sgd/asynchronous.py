@@ -4,7 +4,7 @@ Note: an exchange. Each rank steps its own copy with its own optimizer. It sends
 shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
 the next step (transport.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
 
-Note: dead ranks. Where ranks go on without a dead one (distributed/liveness.py, Note: two policies), each updates its
+Note: dead ranks. Where ranks go on without a dead one (distributed/liveness.py, Note: three policies), each updates its
 own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are divided among
 the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums, synchronous steps)
 would wait for it; `kasoku train` makes a new group of the ranks at the sync point (training/elastic.py). A node dies
