@@ -92,9 +92,8 @@ class Membership:
         """Starts to watch over the ranks, as a Watchdog does; collective."""
         self.comm = self.watchdog.start(comm, store)
         self.comm.activity.membership = self
-        own = self._open(store)
         self.token, self.first = self.comm.broadcast_object(uuid.uuid4().hex), comm.size
-        self.addresses: list[Address] = self.comm.gather_objects(own)
+        self.addresses: list[Address] = self.comm.gather_objects(self._open(store))
         return self.comm
 
     def _open(self, reached: Address) -> Address:

@@ -77,7 +77,7 @@ def fit_in(
         meets = newcomer
         while True:
             try:
-                if meets:
+                if group and meets:
                     training, started = group.form(training), group.snapshots.taken_s or started
                     if comm.rank == 0 and run is None:
                         run = stack.enter_context(closing(_take_over(folder)))
