@@ -165,7 +165,9 @@ def test_a_rank_that_is_started_again_joins_and_the_weights_stay(victim: int, tm
     assert largest_difference(undisturbed, run) == 0
     assert all(seconds > 0 for seconds in trained(run))
     assert len(trained(run)) == 2
-    assert not (run / MEMBERS).exists()
+    late = ranks.start(1)
+    assert late.wait(LIMIT_S) == 0
+    assert "finished: 40 epochs" in late.communicate()[1]
 
 
 @pytest.mark.process

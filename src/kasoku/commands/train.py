@@ -26,7 +26,9 @@ from kasoku.core import Comm, CorruptionError, InputError, say
 from kasoku.core.files import json_text
 from kasoku.data import Shares
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
+from kasoku.distributed.environment import place
 from kasoku.distributed.local_launch import on_ranks
+from kasoku.distributed.membership import lost_ranks
 from kasoku.distributed.startup import Start
 from kasoku.training.run_folder import RunFolder, finished, free_folder, members_of, resumed_recipe, shares_in, upload
 
@@ -39,13 +41,18 @@ DIVERGED, CORRUPTED, STOPPED = 3, 5, 75  # exit codes
 
 def run(arguments: TrainArguments) -> int:
     """Trains; returns the exit code."""
+    folder = arguments.resume or (arguments.out if arguments.go_on else None)
+    late = folder if folder and place().size > 1 and lost_ranks(folder) else None  # the others do not wait for this rank
+    if late and (over := finished(late, resumed_recipe(late, arguments.set if arguments.resume else ()))):
+        say(f"{late}: {over}")
+        return 0
     return on_ranks(
         partial(_train_or_diverge, arguments),
         arguments.words,
         started=arguments.started,
         count=partial(_gpus, arguments),
         packages=partial(import_module, "kasoku.training.trainer"),
-        folder=arguments.resume or (arguments.out if arguments.go_on else None),
+        folder=folder,
     )
 
 

@@ -56,6 +56,13 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def lost_ranks(folder: Path) -> bool:
+    """Whether ranks were lost in a training that has ended in this run folder; they may come back too late."""
+    with suppress(OSError, ValueError):
+        return "lost" in json.loads((folder / MEMBERS).read_text(encoding="utf-8"))
+    return False
+
+
 @dataclass(frozen=True)
 class NewGroup:
     """The ranks that go on: this one's number, the addresses of all, and that of their store."""
@@ -126,7 +133,8 @@ class Membership:
             steps_on: see the class.
         """
         if self.folder and not folder and self.comm.rank == 0:
-            (self.folder / MEMBERS).unlink(missing_ok=True)
+            file = self.folder / MEMBERS
+            write_text(file, json.dumps({"lost": True})) if self.number else file.unlink(missing_ok=True)
         self.folder, self.most, self.steps_on = folder, most, steps_on
         self.watchdog = replace(self.watchdog, dead_s=dead_s)
         if heartbeat := self.comm.activity.heartbeat:
