@@ -42,7 +42,7 @@ DIVERGED, CORRUPTED, STOPPED = 3, 5, 75  # exit codes
 def run(arguments: TrainArguments) -> int:
     """Trains; returns the exit code."""
     folder = arguments.resume or (arguments.out if arguments.go_on else None)
-    late = folder if folder and place().size > 1 and lost_ranks(folder) else None  # the others do not wait for this rank
+    late = folder if folder and place().size > 1 and lost_ranks(folder) else None  # nobody waits for this rank
     if late and (over := finished(late, resumed_recipe(late, arguments.set if arguments.resume else ()))):
         say(f"{late}: {over}")
         return 0
