@@ -6,7 +6,8 @@ rank, the longer of the two. `resume_s`: from that line to the first step that w
 longest time between two steps from the newcomer's start until it trains. `weights_equal`: the weights are those of one
 undisturbed rank, bit for bit (`AllReduce(exact=true)`). `snapshot_cost`: the share of the time that copies of the state
 took. Beside it two ranks under `torchrun --max-restarts`, of which one is killed: `torchrun_s` from the kill to the
-first new step from the checkpoint on disk.
+first new step from the checkpoint on disk. With --torchft, the same workload by torchft, whose batch is smaller after a
+death: `torchft_pause_s` and `torchft_join_pause_s`, the longest time without a step after a kill and after a start.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from safetensors.torch import load_file
 import cluster
 from common import finish
 
-HOSTS, KILLED, PORT = 4, (3, 0), 29517  # by rank, in this order
+HOSTS, KILLED, PORT, TORCHFT_PORT = 4, (3, 0), 29517, 29541  # KILLED: by rank, in this order
 EXACT = "techniques=[{use='kasoku.data.Augment', translate=1}, {use='kasoku.distributed.AllReduce', exact=true}]"
 LIMIT_S = 1500.0
 
@@ -150,6 +151,54 @@ def restarted(options: argparse.Namespace, run: Path) -> float:
         process.wait(60)
 
 
+def torchft(folder: Path) -> dict[str, float]:
+    """The same faults with torchft, but for the host of its lighthouse, which has to live: seconds without a step."""
+    script, files = Path(__file__).with_name("elastic_torchft.py"), [folder / f"{rank}" for rank in range(HOSTS)]
+    folder.mkdir()
+
+    def steps(rank: int) -> list[list[float]]:
+        text = files[rank].read_text() if files[rank].exists() else ""
+        return [[float(word) for word in line.split()] for line in text.splitlines() if line.count(" ") == 2]
+
+    def wait(replicas: int, after_s: float) -> float:
+        """The longest time between two steps of host 0 from a moment on, once so many replicas make steps."""
+        until = time.monotonic() + LIMIT_S
+        while not (found := [at for _, at, there in steps(0) if at > after_s + 1 and there == replicas]):
+            if time.monotonic() > until:
+                raise SystemExit(f"elastic.py: torchft makes no step with {replicas} replicas")
+            time.sleep(0.1)
+        times = [at for _, at, _ in steps(0) if at <= found[0]]
+        return max(b - a for a, b in itertools.pairwise(times) if b > after_s)
+
+    with cluster.namespaces(HOSTS) as names:
+
+        def start(rank: int, *words: str) -> subprocess.Popen[str]:
+            where = {"KASOKU_HOST": f"10.99.0.{rank + 1}", "GLOO_SOCKET_IFNAME": "ve0"}
+            command = ["ip", "netns", "exec", names[rank], sys.executable, str(script), str(rank), *words]
+            return subprocess.Popen(command, env=os.environ | where, stdout=subprocess.PIPE, text=True)
+
+        lighthouse = start(0, "serve", "")
+        (lighthouse.stdout or sys.stdin).readline()
+        address = f"http://10.99.0.1:{TORCHFT_PORT}"
+        replicas = [start(rank, address, str(files[rank])) for rank in range(HOSTS)]
+        try:
+            wait(HOSTS, 0.0)
+            time.sleep(5)
+            lost_s, left = [], HOSTS
+            for victim in (3, 1):
+                left, at_s = left - 1, time.time()
+                replicas[victim].kill()
+                lost_s.append(wait(left, at_s))
+                time.sleep(5)
+            at_s = time.time()
+            replicas[3] = start(3, address, str(files[3]))
+            return {"torchft_pause_s": max(lost_s), "torchft_join_pause_s": wait(left + 1, at_s)}
+        finally:
+            for process in (*replicas, lighthouse):
+                process.kill()
+                process.wait()
+
+
 def equal(a: Path, b: Path) -> bool:
     """Whether two runs ended in the same weights, bit for bit."""
     left, right = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
@@ -164,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=float, default=0.0)
     parser.add_argument("--show", action="store_true", help="print the lines of the ranks")
     parser.add_argument("--without-torchrun", action="store_true")
+    parser.add_argument("--torchft", action="store_true", help="the same faults with torchft, which is installed")
     options = parser.parse_args(arguments)
     if os.geteuid() != 0:
         raise SystemExit("elastic.py: network namespaces: only as root, on Linux; run it as root")
@@ -176,6 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures["weights_equal"] = equal(alone, run)
         if not options.without_torchrun:
             figures["torchrun_s"] = restarted(options, other)
+        if options.torchft:
+            figures |= torchft(Path(folder) / "torchft")
     finish("elastic", vars(options), figures)
 
 
