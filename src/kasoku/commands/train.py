@@ -22,7 +22,7 @@ from kasoku.config import trust
 from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
-from kasoku.core import Comm, CorruptionError, InputError, say
+from kasoku.core import Comm, CorruptionError, InputError, Solo, say
 from kasoku.core.files import json_text
 from kasoku.data import Shares
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
@@ -43,9 +43,12 @@ def run(arguments: TrainArguments) -> int:
     """Trains; returns the exit code."""
     folder = arguments.resume or (arguments.out if arguments.go_on else None)
     late = folder if folder and place().size > 1 and lost_ranks(folder) else None  # nobody waits for this rank
-    if late and (over := finished(late, resumed_recipe(late, arguments.set if arguments.resume else ()))):
-        say(f"{late}: {over}")
-        return 0
+    if late:
+        trust.allow_beside(arguments.recipe)
+        recipe = resumed_recipe(late, arguments.set if arguments.resume else ())
+        if over := finished(late, recipe):
+            say(f"{late}: {over}")
+            return _end(Solo(), None, late, recipe) if place().rank == 0 else 0
     return on_ranks(
         partial(_train_or_diverge, arguments),
         arguments.words,

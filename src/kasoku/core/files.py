@@ -104,6 +104,18 @@ def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
     return file
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder."""
+    try:
+        with open(folder / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class FolderEntries(NamedTuple):
     """What is in a folder, without hidden names."""
 

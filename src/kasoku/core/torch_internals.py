@@ -3,12 +3,11 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
@@ -94,10 +93,10 @@ def remove_step_hooks(optimizer: Optimizer) -> None:
     optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
-def abort_nccl() -> None:
-    """Aborts the NCCL communicators of all process groups (2.13; not yet seen on a GPU)."""
-    abort: Any = dist.distributed_c10d._abort_process_group
-    abort()
+def abort_nccl(group: Any) -> None:
+    """Aborts the NCCL communicators of a process group, if it has any (2.13; not yet seen on a GPU)."""
+    with suppress(RuntimeError):
+        group._get_backend(torch.device("cuda")).abort()
 
 
 def cpu_computes_bf16() -> bool:

@@ -2,8 +2,8 @@
 
 Note: the exit code. Ranks that end regularly end alike, so the first exit code stands for all. If one crashes, the
 rest end because they lost it, or would wait for it for ever: after a grace period they get a SIGTERM, then a SIGKILL.
-The code is that of the rank that crashed. Where the rest goes on without it (Membership), they say so by a SIGUSR1. The
-code is then theirs, and a rank that a signal ended is started again, to join them in their run folder.
+The code is that of the rank that crashed. Ranks that can go on without it (Membership) say so by a SIGUSR1. The code is
+then theirs, and a rank that a signal ended is started again, to join them in their run folder.
 """
 
 import ctypes
@@ -88,14 +88,15 @@ def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]
     """Runs a command once with each of these sets of variables, and forwards signals; the exit code as of `spawn`."""
     processes: list[subprocess.Popen[bytes]] = []
     arrived: list[int] = []
-    regrouped: list[int] = []
+    armed: list[int] = []
 
     def start(i: int, *more: str) -> subprocess.Popen[bytes]:
         # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
         return subprocess.Popen([*command, *more], env={**os.environ, **variables[i]}, process_group=0)
 
     def start_again(i: int) -> subprocess.Popen[bytes] | None:
-        return start(i, "--continue") if "--out" in command and not arrived else None
+        more = _continued(command)
+        return None if arrived or more is None else start(i, *more)
 
     def forward(number: int, frame: object) -> None:
         arrived.append(number)
@@ -103,18 +104,24 @@ def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]
             process.send_signal(number)
 
     old = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
-    old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, _: regrouped.append(number))
+    old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, _: armed.append(number))
     try:
         for i in range(len(variables)):
             if not arrived:
                 processes.append(start(i))
-        return _wait(processes, regrouped, start_again)
+        return _wait(processes, armed, start_again)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _continued(command: Sequence[str]) -> list[str] | None:
+    """The options with which a rank that is started again finds the others; None if the command has no run folder."""
+    given = {word.partition("=")[0] for word in command}
+    return ["--continue"] if "--out" in given else [] if "--resume" in given else None
 
 
 def train_arguments(
@@ -141,36 +148,41 @@ def attach_to_launcher() -> float | None:
 
 def _wait(
     processes: list[subprocess.Popen[bytes]],
-    regrouped: Sequence[int],
+    armed: Sequence[int],
     start_again: Callable[[int], subprocess.Popen[bytes] | None],
 ) -> int:
     """Waits for all; the exit code of the first that failed by itself, or 128 + n if signal n ended it.
 
-    `regrouped`: not empty once ranks go on without others, which may then end.
+    `armed`: gets an element whenever a rank that trains says that ranks may be lost. Those that a signal ended are then
+    started again. They count from the next element on, when they have joined the others.
     """
     failed: dict[int, int] = {}  # by process, in the order they failed
-    starts = [0] * len(processes)
+    starts, heard, joined = [0] * len(processes), 0, {*range(len(processes))}
     since, signals = time.monotonic(), 0
     while True:
         codes = [process.poll() for process in processes]
+        if heard < len(armed):
+            heard, joined = len(armed), joined | {i for i, code in enumerate(codes) if code is None}
         if not signals:
             failed |= {i: code for i, code in enumerate(codes) if code and i not in failed}
-        lost = {i for i, code in failed.items() if regrouped and (code < 0 or code == LOST_RANK_EXIT_CODE)}
-        for i in lost if None in codes else ():
+        running = any(codes[i] is None for i in joined)
+        lost = {i for i, code in failed.items() if i not in joined or code < 0 or code == LOST_RANK_EXIT_CODE}
+        for i in lost if armed and running else ():
             if failed[i] < 0 and starts[i] < _RESTARTS and (process := start_again(i)):
                 processes[i], codes[i] = process, None
                 starts[i] += 1
+                joined.discard(i)
                 del failed[i]
-        counted = {i: code for i, code in failed.items() if i not in lost}
-        if None not in codes and 0 not in codes:
+        counted = {i: code for i, code in failed.items() if not armed or i not in lost}
+        if not running and 0 not in codes:
             counted = counted or failed
         others = (code for code in counted.values() if code != LOST_RANK_EXIT_CODE)
         first = next(others, LOST_RANK_EXIT_CODE if counted else 0)
         if None not in codes:
             return first if first >= 0 else 128 - first
-        now = time.monotonic()
-        since = since if counted else now
-        if counted and signals < 2 and now - since > _GRACE_S.get(first, 20.0) * (1 + signals):
+        now, ends = time.monotonic(), bool(counted) or not running
+        since = since if ends else now
+        if ends and signals < 2 and now - since > _GRACE_S.get(first, 20.0) * (1 + signals):
             for process in processes:
                 process.send_signal((signal.SIGTERM, signal.SIGKILL)[signals])
             signals += 1

@@ -71,6 +71,8 @@ def process_group(
         raise
     except BaseException as error:
         failed, lost = summary(error), is_lost_rank(error)
+        if isinstance(error, LostRankError):  # of this rank alone; the others may go on
+            failed = ""
         if lost:
             comm.activity.wait_for_verdict()  # usually another rank is the cause
         if isinstance(error, InputError) and comm.size > 1 and not comm.activity.heartbeat.reports(failed):

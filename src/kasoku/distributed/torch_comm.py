@@ -129,15 +129,22 @@ class TorchComm(Comm):
 def abort() -> None:
     """Makes all collectives of this process raise, those under way and later ones. For a thread beside the training.
 
-    Not collective. Patient channels go on. Only `torch.distributed.destroy_process_group` and a new group end this
-    state. Note: gloo cannot be aborted by a call, but a receive that times out closes all connections of its group.
+    Not collective. Patient channels go on. Only `destroy` and a new group end this state. Note: gloo cannot be aborted
+    by a call, but a receive that times out closes all connections of its group.
     """
     for group in (dist.group.WORLD, *_groups):
-        ranks = range(dist.get_world_size(group) if group else 0)  # none in a group of other ranks
-        for peer in {*ranks} - {dist.get_rank(group)}:
-            with suppress(RuntimeError):
-                message = dist.irecv(torch.zeros(1), group=group, group_src=peer, tag=_UNUSED_TAG)
-                cast(Any, message).wait(timedelta(milliseconds=1))
+        with suppress(RuntimeError, ValueError):  # it was destroyed
+            if torch.cuda.is_available():
+                abort_nccl(group)
+            ranks = range(dist.get_world_size(group) if group else 0)  # none in a group of other ranks
+            for peer in {*ranks} - {dist.get_rank(group)}:
+                with suppress(RuntimeError):
+                    message = dist.irecv(torch.zeros(1), group=group, group_src=peer, tag=_UNUSED_TAG)
+                    cast(Any, message).wait(timedelta(milliseconds=1))
+
+
+def destroy() -> None:
+    """Destroys all process groups, if there are any. Not collective."""
     _groups.clear()
-    if torch.cuda.is_available():
-        abort_nccl()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -143,7 +143,8 @@ class AsyncSource:
         limit_s = _PATIENCE * state.activity.limit_s
         with job.trace.span("wait", "the other ranks"), state.activity.busy(limit_s):
             job.drain()
-        metrics, comm, dead = self.metrics, job.comm, self._exchange.dead
+        metrics, comm = self.metrics, job.comm
+        dead = {*range(comm.size)}.difference(self._exchange.weights.leaders)  # as all that live agree
         if dead and state.activity.steps_on:
             self.lost, comm = True, Solo()
             state.activity.membership.lost.update(dead)
@@ -160,7 +161,8 @@ class AsyncSource:
         job.set_progress(loader.epoch + loader.position / len(loader), self._steps)
         state.progress.images += passed * loader.batch
         raise_on_all_ranks(comm, self._failure)
-        metrics.read_mean(sum(sums), sum(counts))
+        if not self.lost:
+            metrics.read_mean(sum(sums), sum(counts))
         return Request.merge(requests)
 
     def close(self) -> None:

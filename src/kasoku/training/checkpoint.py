@@ -30,21 +30,21 @@ _SUMS = "sums.json"
 
 
 class Checkpointing:
-    """Writes the checkpoints of one training."""
+    """Writes the checkpoints of one training. Attributes: `steps`, `saved_s`: when it last looked, and saved."""
 
     def __init__(self, state: RunState, metrics: Metrics) -> None:
         self.state, self.job, self.metrics = state, state.job, metrics
-        self._steps, self._saved_s = self.job.steps, self.job.clock.now()
+        self.steps, self.saved_s = self.job.steps, self.job.clock.now()
 
     def is_due_by_time(self) -> bool:
         """Whether `save.every_s` have passed by rank 0's clock; False on the other ranks."""
         every_s = self.state.recipe.save.every_s
-        return bool(every_s and self.state.run and self.job.clock.now() - self._saved_s > every_s)
+        return bool(every_s and self.state.run and self.job.clock.now() - self.saved_s > every_s)
 
     def is_due_by_steps(self) -> bool:
         """Whether a multiple of `save.every_steps` was reached since the last call."""
-        before, self._steps, every = self._steps, self.job.steps, self.state.recipe.save.every_steps
-        return bool(every and self._steps // every > before // every)
+        before, self.steps, every = self.steps, self.job.steps, self.state.recipe.save.every_steps
+        return bool(every and self.steps // every > before // every)
 
     def save(self) -> None:
         """Writes a checkpoint. Collective; drains. Raises DivergedError if the weights are not finite."""
@@ -58,10 +58,13 @@ class Checkpointing:
             whole = self.content()
             state.write(lambda run: save(run.path, job.steps, job.model, whole, keep=state.recipe.save.keep))
             state.last_checkpoint = f"step {job.steps}"
-        self._saved_s = job.clock.now()
+        self.saved_s = job.clock.now()
 
     def content(self, *, alone: bool = False) -> dict[str, Any]:
-        """All that resuming needs besides the weights; tensors are not copied. Collective unless `alone`; drains."""
+        """All that resuming needs besides the weights; tensors are not copied.
+
+        Collective, with `alone` only among asynchronous ranks that live; drains.
+        """
         state, job = self.state, self.job
         content = job.state_dict()
         content["loader"] |= state.position  # after the last whole step

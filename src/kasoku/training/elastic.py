@@ -1,12 +1,12 @@
 """Trainings that lose ranks and take in new ones: copies of their state in host memory, and going on from one.
 
-Note: same result. The batch is cut into the parts that the first ranks passed through the network at once. The ranks
-that are left take whole parts, some one more than others; global batch, order of samples, BatchNorm's groups and random
-numbers stay. The weights are those of an undisturbed training up to the order of summation, and bit for bit with
+Note: same result. A part is what a rank took in one forward pass at the start. The ranks that are left take whole
+parts, some one more than others; global batch, order of samples, BatchNorm's groups and random numbers stay. The
+weights are those of an undisturbed training up to the order of summation, and bit for bit with
 `AllReduce(exact=true)`. All ranks go back to the newest copy that all of them have, so no step counts twice.
 
-Note: how often a copy is made. All copies since the start or the last loss take at most 1 % of the time, by the slowest
-rank's clock: after each copy the ranks agree how many steps that needs.
+Note: how often a copy is made. All copies since the start or the last meeting take at most 1 % of the time, by the
+slowest rank's clock: after each copy the ranks agree how many steps that needs.
 
 Note: asynchronous ranks step on without a dead one until the next sync point. There the living make a copy, and go on
 from it. A batch keeps as many shares as there were ranks at the start.
@@ -20,6 +20,8 @@ speed; no part for each rank; asynchronous ranks that step together in nodes; a 
 State that a reducer keeps for each rank (Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -32,11 +34,14 @@ import torch
 from torch import Tensor
 
 from kasoku.config.ranks import is_asynchronous, part_of, spread
+from kasoku.config.recipe import dumps
 from kasoku.core import InputError, say
 from kasoku.data import Shares
-from kasoku.distributed.consensus import run_on_all_ranks
+from kasoku.distributed.consensus import run_on_all_ranks, version_facts
 from kasoku.distributed.liveness import LostRankError, is_lost_rank
+from kasoku.distributed.membership import MissingRankError
 from kasoku.training.checkpoint import Checkpointing, restore
+from kasoku.training.control import signals
 from kasoku.training.run_folder import RunFolder, run_folder
 from kasoku.training.run_state import MeetError, Progress, Result, RunState, Training
 from kasoku.training.trainer import build, fit
@@ -46,6 +51,7 @@ _RESTARTS = ("TORCHELASTIC_RUN_ID", "SKYPILOT_NODE_RANK")
 _COST = 0.01  # of the time, for copies
 _KEPT = 2  # copies: while one is made, the one before it is whole
 _MOST = 1_000_000  # asynchronous ranks
+_MEETINGS = 3  # while further ranks die
 
 
 def fit_in(
@@ -64,30 +70,29 @@ def fit_in(
     """
     comm, caught = training.job.comm, list[str]()
     members: Any = getattr(comm.activity, "membership", None)
-    newcomer = bool(members) and members.newcomer
-    with ExitStack() as stack:
+    meets = bool(members) and members.newcomer
+    with ExitStack() as stack, signals(caught):
         run = None
-        if not newcomer:
+        if not meets:
             run = stack.enter_context(run_folder(comm, folder, resume=resume))
             run_on_all_ranks(comm, lambda: begin(run) if run else None)
-        group = Regrouping(folder, training, members) if newcomer or (members and _can_go_on(training)) else None
+        group = Regrouping(folder, training, members) if meets or (members and _can_go_on(training)) else None
         if group:
-            stack.callback(members.arm, None, training.recipe.faults.dead_s, 0)
+            stack.callback(members.disarm)
             training = replace(training, snapshots=group.snapshots)
-        meets = newcomer
         while True:
             try:
                 if group and meets:
-                    training, started = group.form(training), group.snapshots.taken_s or started
+                    group.meet()
                     if comm.rank == 0 and run is None:
                         run = stack.enter_context(closing(_take_over(folder)))
+                    training, started = group.build(training), group.snapshots.taken_s or started
                 return fit(training, run, started=started, resume=resume, quiet=quiet, caught=caught)
             except Exception as error:
                 if not group or not group.goes_on_after(error):
                     raise
                 meets = True
-                with suppress(RuntimeError):  # of what still waits for the others
-                    training.job.patches.close()
+                _free(training)
 
 
 class Regrouping:
@@ -96,36 +101,60 @@ class Regrouping:
     def __init__(self, folder: Path, training: Training, members: Any) -> None:
         self.recipe, self.members, self.snapshots = training.recipe, members, Snapshots(members)
         recipe, first = self.recipe, members.first
-        self._part, self._in_turn = part_of(recipe, first), is_asynchronous(recipe, first)
+        self._part, in_turn = part_of(recipe, first), is_asynchronous(recipe, first)
         self._grouped = recipe
-        if not (self._in_turn or recipe.device.graphs):
+        if not (in_turn or recipe.device.graphs):
             self._grouped = replace(recipe, norm_batch=recipe.images_per_norm(first))
-        most = _MOST if self._in_turn else recipe.batch // self._part
-        members.arm(folder, recipe.faults.dead_s, most, steps_on=self._in_turn)
+        most = _MOST if in_turn else recipe.batch // self._part
+        facts = json.dumps({"recipe": dumps(recipe), **version_facts()})
+        facts = hashlib.sha256(facts.encode()).hexdigest()
+        members.arm(folder, facts, dead_s=recipe.faults.dead_s, most=most, steps_on=in_turn)
         self._planned = members.newcomer
 
     def goes_on_after(self, error: Exception) -> bool:
-        """Whether the training goes on with other ranks. Waits for the verdict on an error that looks like a death."""
-        comm = self.members.comm
-        if is_lost_rank(error):
-            comm.activity.wait_for_verdict()
-        self._planned = isinstance(error, MeetError)
-        return self._planned or (comm.size > 1 and bool(self.members.lost) and not isinstance(error, LostRankError))
+        """Whether the training goes on with other ranks. Waits for the verdict on an error that looks like a death.
 
-    def form(self, training: Training) -> Training:
-        """The same training on the ranks that are left and those that join. Collective among them."""
+        Without one, the ranks meet: another one may have noticed the death elsewhere.
+        """
+        lost = is_lost_rank(error) and not isinstance(error, LostRankError) and self.members.comm.size > 1
+        if lost:
+            self.members.comm.activity.wait_for_verdict()
+        self._planned = isinstance(error, MeetError) or not self.members.lost
+        return lost or isinstance(error, MeetError)
+
+    def meet(self) -> None:
+        """Makes the group of the ranks that are left and those that join. Collective among them."""
+        for tries in range(_MEETINGS):
+            if self._planned or tries or self.members.steps_on:
+                self.members.meet()
+            try:
+                return self.members.regroup()
+            except MissingRankError as error:  # it died meanwhile
+                failure = error
+        raise LostRankError(str(failure)) from failure
+
+    def build(self, training: Training) -> Training:
+        """The same training on the ranks of the new group. Collective."""
         members, recipe = self.members, self.recipe
-        if self._planned or members.steps_on:
-            members.meet()
-        members.regroup()
-        comm, dataset = members.comm, training.dataset
+        comm = members.comm
         if is_asynchronous(recipe, comm.size):
             shares = Shares((recipe.batch // members.first,) * members.first)
         else:
             shares = spread(recipe, self._part, comm.size)
         self.snapshots.goes_on = True
-        training = build(self._grouped, comm, dataset=dataset, shares=shares)
-        return replace(training, recipe=recipe, snapshots=self.snapshots)
+        new = build(self._grouped, comm, dataset=training.dataset, shares=shares)
+        return replace(new, recipe=recipe, snapshots=self.snapshots)
+
+
+def _free(training: Training) -> None:
+    """Frees the memory of a training that another one follows; callers still hold it."""
+    job = training.job
+    with suppress(RuntimeError):  # of what still waits for the others
+        job.patches.close()
+    job.optimizer.state.clear()
+    for x in (*job.model.parameters(), *job.model.buffers()):
+        x.grad = None
+        x.data = x.new_empty(0)
 
 
 def _can_go_on(training: Training) -> bool:
@@ -165,6 +194,7 @@ class Snapshots:
         self.spent_s = 0.0
         if not self.goes_on:
             self.take(checkpointing)
+        checkpointing.saved_s, checkpointing.steps, checkpointing.state.last_checkpoint = self._saved
         self._since_s, self._first, self._due = job.clock.now(), job.steps, job.steps + 1
         job.document("copies.json", lambda: {"spent_s": self.spent_s, "of_s": job.clock.now() - self._since_s})
 
@@ -186,7 +216,7 @@ class Snapshots:
         self._due = job.steps + int(steps)
 
     def take(self, checkpointing: Checkpointing, *, alone: bool = False) -> None:
-        """Makes a copy. Collective unless `alone`; drains."""
+        """Makes a copy. Collective, with `alone` among the ranks that live; drains."""
         job = checkpointing.job
         began_s = job.clock.now()
         with checkpointing.state.busy("save"):
@@ -195,6 +225,7 @@ class Snapshots:
             content["weights"] = job.model.state_dict()
             self._copies[job.steps] = _copied(content, oldest)
         self.taken_s = job.clock.now()
+        self._saved = checkpointing.saved_s, checkpointing.steps, checkpointing.state.last_checkpoint
         self._cost_s = self.taken_s - began_s
         self.spent_s += self._cost_s
 
@@ -202,14 +233,15 @@ class Snapshots:
         """Goes on from the newest copy that all ranks but newcomers have. Collective. Raises InputError without one."""
         comm, job = state.job.comm, state.job
         held = comm.gather_objects([*self._copies])
-        common = set[int].intersection(*(set(steps) for steps in held if steps))
+        common = set.intersection(*([set(steps) for steps in held if steps] or [set[int]()]))
         if not common:
             raise InputError("the ranks that are left have no copy of the same step: resume from the last checkpoint")
         step = max(common)
         copy = self._copies.get(step)
         if not all(held):  # newcomers have none
-            first = comm.broadcast_object(copy)
-            copy = copy or first
+            source = next(rank for rank, steps in enumerate(held) if steps)
+            theirs = comm.broadcast_object(copy, root=source)
+            copy = copy or theirs
         self._copies = {step: copy or {}}
         content = _copied(copy)
         job.model.load_state_dict(content["weights"])

@@ -113,7 +113,7 @@ class Trainer:
         request, copies = self.source.sync(), self.state.training.snapshots
         if self.source.lost:
             copies.take(self.checkpointing, alone=True)
-            raise MeetError
+            raise self._meeting()
         self.validation.run_if_due()
         self.stopped = Signals(request.stop).name if request.stop else None
         if self.checkpointing.is_due_by_steps() or (request.save and not request.stop):
@@ -124,7 +124,12 @@ class Trainer:
             if self.source.syncs_each_step:
                 self.source.close()
             copies.take(self.checkpointing)
-            raise MeetError
+            raise self._meeting()
+
+    def _meeting(self) -> MeetError:
+        """What leads to a new group of ranks."""
+        self.metrics.outcome = "stopped"  # for trackers, in this group
+        return MeetError()
 
     def own_request(self) -> Request:
         """What this rank asks all ranks to do: save, stop, take in newcomers."""

@@ -166,6 +166,7 @@ class Exchange:
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self.staleness: Counter[int] = Counter()
         self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
+        self._taken = 0  # the end of those that it got
         self._started = self._entered = False
         job.before_step(lambda: self.weights.remove_predictions())  # weight decay must act on the weights alone
         job.after_step(self._after_step)
@@ -222,6 +223,7 @@ class Exchange:
     def deal(self, first: int, end: int) -> None:
         """Starts to deal these batches until the next sync point, unless it has begun; all ranks call it."""
         self.weights.server.deal(first, end)
+        self._taken = max(self._taken, first * self.weights.shares)
 
     def share_of_data(self, stop: bool = False, *, last: bool = False) -> int | None:
         """The number of this rank's next share, as a loader's `deal_from` counts; None: the sync point is reached.
@@ -231,6 +233,7 @@ class Exchange:
         self._start()
         share = self._ask_first_owner(SHARE, int(stop or last), -1 if last else self._shares)
         self._shares += 1
+        self._taken = max(self._taken, share + 1)
         return share * self.node.size + self.node.rank if share >= 0 else None
 
     def _send_clock(self, clock: int) -> None:
@@ -286,7 +289,7 @@ class Exchange:
                 weights.receive(group, self.job.trace)
         self._send_clock(RESTS)
         self.transport.finish_requests()
-        result = self.transport.at_sync_point(lambda x: weights.sums(x, model, self.step))
+        result = self.transport.at_sync_point(lambda x: weights.sums(x, model, self.step, self._taken))
         self.staleness += result.staleness  # keeps those above 0
         self.batches_dealt = result.batches_dealt
         for group in weights.groups:
@@ -298,6 +301,7 @@ class Exchange:
         self.weights.begin()
         self.step = 0
         self._started, self._entered, self.weights.server.dealt, self._shares = False, False, None, 0
+        self._taken = 0
         if result.steps:
             self.job.run_hooks("at_sync_point", result.steps)
 

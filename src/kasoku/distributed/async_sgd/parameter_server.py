@@ -226,8 +226,12 @@ class SharedWeights:
         group.pending.clear()
         group.read_reply()
 
-    def sums(self, table: Table, model: nn.Module, step: int) -> SyncResult:
-        """Sums the parts of all ranks of the table; `step`: this rank's steps since the last sync point. Collective."""
+    def sums(self, table: Table, model: nn.Module, step: int, taken: int) -> SyncResult:
+        """Sums the parts of all ranks of the table; collective.
+
+        `step`: this rank's steps since the last sync point. `taken`: the end of the shares that it took, by which the
+        batches are known where the rank that dealt them is dead.
+        """
         works, server = self.rank in self.workers, self.server
         workers = sum(rank in table.ranks for rank in self.workers)
         for group, shard in zip(self.groups, server.shards, strict=True):
@@ -235,7 +239,7 @@ class SharedWeights:
             table.all_reduce(group.contribution(owned, table.ranks, workers if works else 0))
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
         dealt = server.dealt[0] // self.shares if server.dealt and self.rank == self.workers[0] else 0
-        largest = torch.tensor([max(staleness, default=0), dealt])
+        largest = torch.tensor([max(staleness, default=0), max(dealt, -(-taken // self.shares))])
         table.all_reduce(largest, op="max")
         counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
         table.all_reduce(counts)

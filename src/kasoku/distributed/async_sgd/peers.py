@@ -162,6 +162,8 @@ class Peers:
         self._ending.clear()
         self._ended, self.attempt = False, 0
         self._waits.start(self.living_peers)
+        if self._watched is not None and self._watched.steps_on:
+            self._dead_s = max(self._watched.membership.watchdog.dead_s, 3 * self._beat_s)
         self._detector = Detector(self.living_peers, math.floor(self._dead_s / self._beat_s) + 1)
         self.reports.update({rank: [0] * (2 + self.comm.size) for rank in self.living_peers})
         self._listening = {rank: daemon(f"kasoku hears {rank}", self._listen, rank) for rank in self.living_peers}
