@@ -52,7 +52,8 @@ class LostRankError(RuntimeError):
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether the error is that of a collective that failed, as when another rank is gone."""
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
+    told = any(words in str(error) for words in ("gloo", "caused pair closure"))  # the latter after `abort`
+    return isinstance(error, RuntimeError) and (told or isinstance(error, dist.DistError))
 
 
 def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading.Thread:

@@ -164,8 +164,6 @@ class Membership:
         if folder is None or self.newcomer or self.rank or _read(folder).get("addresses") != own:
             return
         with suppress(OSError, InputError):  # a full disk
-            for file in folder.glob(f"group-{self.token[:8]}-*"):
-                file.unlink()
             file = folder / MEMBERS
             write_text(file, json.dumps({"lost": True})) if self.number else file.unlink()
 

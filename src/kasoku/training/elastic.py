@@ -128,7 +128,8 @@ class Regrouping:
             if self._planned or tries or self.members.steps_on:
                 self.members.meet()
             try:
-                return self.members.regroup()
+                self.members.regroup()
+                return
             except MissingRankError as error:  # it died meanwhile
                 failure = error
         raise LostRankError(str(failure)) from failure
@@ -185,6 +186,7 @@ class Snapshots:
     def __init__(self, members: Any) -> None:
         self.members, self.goes_on = members, False
         self._copies: dict[int, dict[str, Any]] = {}
+        self._saved: tuple[float, int, str] | None = None
         self.taken_s = self.spent_s = self._cost_s = self._since_s = 0.0
         self._first = self._due = 0  # steps
 
@@ -194,7 +196,8 @@ class Snapshots:
         self.spent_s = 0.0
         if not self.goes_on:
             self.take(checkpointing)
-        checkpointing.saved_s, checkpointing.steps, checkpointing.state.last_checkpoint = self._saved
+        elif self._saved:
+            checkpointing.saved_s, checkpointing.steps, checkpointing.state.last_checkpoint = self._saved
         self._since_s, self._first, self._due = job.clock.now(), job.steps, job.steps + 1
         job.document("copies.json", lambda: {"spent_s": self.spent_s, "of_s": job.clock.now() - self._since_s})
 
