@@ -31,7 +31,7 @@ from kasoku.training.run_folder import RunFolder
 from kasoku.training.trainer import Trainer, build, fit
 
 EXACT = "techniques=[{use='kasoku.data.Augment', translate=1}, {use='kasoku.distributed.AllReduce', exact=true}]"
-ASYNCHRONOUS = ("techniques=[{use='kasoku.distributed.Asynchronous'}]", "norm_batch=0", "batch=96")
+ASYNCHRONOUS = ("techniques=[{use='kasoku.distributed.Asynchronous'}]", "norm_batch=0", "batch=96", "evaluate.every=99")
 EPOCHS = ("epochs=4", "schedule.epochs=4")
 TOP1 = 0.9  # of asynchronous ranks; undisturbed: 0.96 to 0.98
 LIMIT_S = 200.0
@@ -190,7 +190,7 @@ def test_asynchronous_ranks_go_on_without_an_owner(victim: int, how: signal.Sign
         said = ranks.end(*(0 if rank != victim else -9 for rank in range(3)))
     assert f"rank {victim} died" in said
     (step,) = re.findall(r"going on with 2 ranks from step (\d+)", said)
-    assert int(step) > seen  # they stepped on until they met
+    assert int(step) >= seen + bool(victim)  # they stepped on until they met, but none deals shares when rank 0 is dead
     result = json.loads((run / "result.json").read_text())
     assert result["epochs"] == epochs
     assert result["top1"] > TOP1
