@@ -23,20 +23,20 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2195,
+    "core": 2205,
     "optim": 1115,
     "models": 885,
     "device": 585,
     "data": 4820,
-    "distributed": 5945,
+    "distributed": 6320,
     "memory": 2070,
     "tracking": 255,
-    "config": 1535,
+    "config": 1540,
     "tune": 1535,
     "simulate": 1515,
     "report": 2645,
-    "training": 2700,
-    "commands": 2065,
+    "training": 2815,
+    "commands": 2075,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

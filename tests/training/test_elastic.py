@@ -24,7 +24,8 @@ from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Job, Solo, Threads
 from kasoku.data import Shares
 from kasoku.distributed import AllReduce
-from kasoku.distributed.membership import MEMBERS, Membership
+from kasoku.distributed.election import MEMBERS, Election
+from kasoku.distributed.membership import Membership
 from kasoku.distributed.torch_comm import abort
 from kasoku.training.elastic import Snapshots, _copied, _take_over
 from kasoku.training.run_folder import RunFolder
@@ -317,7 +318,7 @@ def test_a_gradient_beyond_exact_sums_becomes_nan_and_not_another_number() -> No
 def test_a_rank_that_lost_the_run_folder_writes_nothing_into_it(tmp_path: Path) -> None:
     first = RunFolder(tmp_path)
     first.write("recipe.toml", "x = 1")
-    members = Membership()
+    members = Election()
     members.folder, members.token = tmp_path, "0123456789"
     members.claim(1)
     with pytest.raises(InputError, match="another group of ranks goes on"):

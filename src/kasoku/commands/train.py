@@ -26,9 +26,9 @@ from kasoku.core import Comm, CorruptionError, InputError, Solo, say
 from kasoku.core.files import json_text
 from kasoku.data import Shares
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
+from kasoku.distributed.election import lost_ranks
 from kasoku.distributed.environment import place
 from kasoku.distributed.local_launch import on_ranks
-from kasoku.distributed.membership import lost_ranks
 from kasoku.distributed.startup import Start
 from kasoku.training.run_folder import RunFolder, finished, free_folder, members_of, resumed_recipe, shares_in, upload
 

@@ -147,7 +147,7 @@ class AsyncSource:
         dead = {*range(comm.size)}.difference(self._exchange.weights.leaders)  # as all that live agree
         if dead and state.activity.steps_on:
             self.lost, comm = True, Solo()
-            state.activity.membership.lost.update(dead)
+            state.activity.membership.election.lost.update(dead)
         metrics.read_own()
         own = self._request, metrics.own_sum, metrics.own_count
         requests, sums, counts = zip(*comm.gather_objects(own), strict=True)

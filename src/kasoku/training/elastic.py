@@ -100,7 +100,7 @@ class Regrouping:
 
     def __init__(self, folder: Path, training: Training, members: Any) -> None:
         self.recipe, self.members, self.snapshots = training.recipe, members, Snapshots(members)
-        recipe, first = self.recipe, members.first
+        recipe, first = self.recipe, members.election.first
         self._part, in_turn = part_of(recipe, first), is_asynchronous(recipe, first)
         self._grouped = recipe
         if not (in_turn or recipe.device.graphs):
@@ -119,7 +119,7 @@ class Regrouping:
         lost = is_lost_rank(error) and not isinstance(error, LostRankError) and self.members.comm.size > 1
         if lost:
             self.members.comm.activity.wait_for_verdict()
-        self._planned = isinstance(error, MeetError) or not self.members.lost
+        self._planned = isinstance(error, MeetError) or not self.members.election.lost
         return lost or isinstance(error, MeetError)
 
     def meet(self) -> None:
@@ -139,7 +139,7 @@ class Regrouping:
         members, recipe = self.members, self.recipe
         comm = members.comm
         if is_asynchronous(recipe, comm.size):
-            shares = Shares((recipe.batch // members.first,) * members.first)
+            shares = Shares((recipe.batch // members.election.first,) * members.election.first)
         else:
             shares = spread(recipe, self._part, comm.size)
         self.snapshots.goes_on = True
