@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 885,
     "device": 585,
     "data": 4820,
-    "distributed": 6320,
+    "distributed": 6315,
     "memory": 2070,
     "tracking": 255,
     "config": 1540,

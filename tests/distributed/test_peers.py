@@ -184,7 +184,7 @@ def test_a_rank_that_was_given_up_ends_and_nothing_it_waits_for_comes():
         until(lambda: ranks[2]._failure)
         with pytest.raises(LostError, match="rank 0 is dead"):
             waits.result()
-        with pytest.raises(InputError, match="rank 2 was given up by the others, which go on without it"):
+        with pytest.raises(LostRankError, match="rank 2 was given up by the others, which go on without it"):
             ranks[2].check()
 
 

@@ -57,6 +57,7 @@ class Election:
         first: the number of ranks at the start.
         rank, addresses, number: of this rank, of all ranks, and of their group.
         lost: the ranks of this group that are dead.
+        joining: newcomers that wait for this rank.
         folder: the run folder; None while ranks may not be lost.
         store: of the new group, on the rank that led.
     """
@@ -71,7 +72,7 @@ class Election:
         self._facts, self._most = "", 0
         self._own: Address | None = None
         self._waiting: dict[int, socket.socket] = {}  # ranks that asked this one
-        self._joining: list[tuple[socket.socket, Address]] = []  # newcomers that did
+        self.joining: list[tuple[socket.socket, Address]] = []
 
     def start(self, comm: Comm, store: Address) -> None:
         """Listens, and tells all other ranks where; collective."""
@@ -127,18 +128,13 @@ class Election:
             file = folder / MEMBERS
             write_text(file, json.dumps({"lost": True})) if self.number else file.unlink()
 
-    @property
-    def asked(self) -> bool:
-        """Whether newcomers wait for this rank."""
-        return bool(self._joining)
-
     def take_place(self, group: NewGroup) -> None:
         """Goes over to a new group."""
         self.rank, self.addresses, self.number, self.lost = group.rank, group.addresses, group.number, set()
         if group.rank:  # newcomers ask the first rank
-            for connection, _ in self._joining:
+            for connection, _ in self.joining:
                 connection.close()
-            self._joining.clear()
+            self.joining.clear()
 
     def elect(self, lost: set[int], limit_s: float) -> NewGroup:
         """Asks the ranks that may be alive in turn, and leads if it comes to this one. Collective among the living.
@@ -190,7 +186,7 @@ class Election:
         own, size = self.rank, len(self.addresses)
         self._wait_for_others(lost, limit_s if limit_s == PATIENT_S else GRACE_S)
         answer: dict[str, Any] = {"reason": "", "number": self.number + 1}
-        waiting, self._waiting, joining, self._joining = self._waiting, {}, self._joining, []
+        waiting, self._waiting, joining, self.joining = self._waiting, {}, self.joining, []
         connections = [*waiting.values(), *(connection for connection, _ in joining)]
         with ThreadPoolExecutor(max(1, len(connections))) as pool:
             there = {c for c, alive in zip(connections, pool.map(is_there, connections), strict=True) if alive}
@@ -244,14 +240,14 @@ class Election:
             self._waiting[int(request["rank"])] = connection
 
     def _let_join(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        full = len(self.addresses) + len(self._joining) >= self._most and not self.lost
+        full = len(self.addresses) + len(self.joining) >= self._most and not self.lost
         if request["facts"] != self._facts:
             line = "the ranks train another recipe, or with another version of kasoku or torch: join with theirs"
             send(connection, {"reason": line})
         elif full:  # unless one of them has just died
             send(connection, {"reason": f"the batch has no part for more than {self._most} ranks", "again": True})
         else:
-            self._joining.append((connection, tuple(request["address"])))
+            self.joining.append((connection, tuple(request["address"])))
 
 
 def lost_ranks(folder: Path) -> bool:

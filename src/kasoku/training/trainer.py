@@ -134,7 +134,7 @@ class Trainer:
     def own_request(self) -> Request:
         """What this rank asks all ranks to do: save, stop, take in newcomers."""
         copies, stop = self.state.training.snapshots, Signals[self.caught[0]] if self.caught else 0
-        return Request(self.checkpointing.is_due_by_time(), stop, join=bool(copies) and copies.members.election.asked)
+        return Request(self.checkpointing.is_due_by_time(), stop, join=bool(copies and copies.members.election.joining))
 
     @property
     def resumable(self) -> bool:
