@@ -18,10 +18,11 @@ from torch import Tensor
 from helpers.ranks import context
 from helpers.started import port
 from helpers.survival import LIMIT_S, PROMISE_S, Counting, N, wait_for
-from kasoku.core import InputError, Job
+from kasoku.core import Job
 from kasoku.distributed import AllReduce, Asynchronous, TorchComm
 from kasoku.distributed.async_sgd import parameter_server as shards
 from kasoku.distributed.async_sgd import peers
+from kasoku.distributed.liveness import LostRankError
 
 SIZE = 4
 pytestmark = pytest.mark.process
@@ -72,7 +73,7 @@ def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]
         weights = {"w": model.w.detach().clone(), "v": model.v.detach().clone(), "mean": model.mean.clone()}
         job.close()
         return {"weights": weights, "moved": moved, "dead": dead, "updates": stale}
-    except InputError as error:
+    except LostRankError as error:
         return {"error": str(error)}
 
 
@@ -175,7 +176,7 @@ def _while_one_sleeps(rank: int, folder: Path, technique: Asynchronous) -> dict[
         weights = model.w.detach().clone()
         job.close()
         return {"weights": weights, "steps": steps}
-    except InputError as error:
+    except LostRankError as error:
         return {"error": str(error)}
 
 

@@ -86,8 +86,8 @@ class NetworkTransport:
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
         """Sends a request to rank `to`; until its reply, `body` must not be changed, nor `out` read.
 
-        The callee may use `body` as working memory, so its content is undefined afterwards. Raises InputError if the
-        other ranks took this one for dead, or the error of an answering thread.
+        The callee may use `body` as working memory, so its content is undefined afterwards. Raises LostRankError if
+        the other ranks took this one for dead, or the error of an answering thread.
         """
         self.peers.check()
         if to == self._comm.rank:
