@@ -83,7 +83,6 @@ def find_bottlenecks(
     bounds: Mapping[str, float] | None = None,
     *,
     transfer_s: float | None = None,
-    blocks: Sequence[Step] = (),
     last_in: Sequence[float] = (),
 ) -> list[StepBottleneck]:
     """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
@@ -91,18 +90,17 @@ def find_bottlenecks(
     `steps`: the mean step of each rank in rank order: seconds by row of the ledger. `bounds`: measured by `kasoku
     profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device. `transfer_s`: communication that no
     rank can hide: each step's minimum wait over ranks, as a mean over steps; None: the minimum over ranks of their mean
-    waits. `blocks`: the computing seconds a step by block of the model, for each rank in rank order, if known.
-    `last_in`: the share of the last steps in which each rank waited least, so that the others waited for it.
+    waits. `last_in`: the share of the last steps in which each rank waited least, so that the others waited for it.
     """
     if not steps or not all(steps):
         return []
     whole_s = max(1e-9, statistics.median(sum(step.values()) for step in steps))
-    usual = {row: statistics.median(step.get(row, 0.0) for step in steps) for row in steps[0]}
+    usual = {row: statistics.median(step[row] for step in steps) for row in steps[0]}
     if transfer_s is None:
         transfer_s = min(step["exposed"] for step in steps)
     candidates = [
         *_of_all_ranks(usual, whole_s, facts, bounds or {}, transfer_s),
-        _straggler(steps, whole_s, blocks, last_in, facts.ranks or range(len(steps))),
+        _straggler(steps, whole_s, last_in, facts.ranks or range(len(steps))),
         _calls(usual, whole_s, facts),
         _cores(usual, whole_s, facts),
     ]
@@ -123,7 +121,7 @@ def _of_all_ranks(
     usual: Step, whole_s: float, facts: StepFacts, bounds: Mapping[str, float], transfer_s: float
 ) -> Iterator[StepBottleneck | None]:
     """The causes that hold up every rank alike; `transfer_s`: the least wait of any rank."""
-    transforms_s = usual.get("transforms", 0.0)
+    transforms_s = usual["transforms"]
     images_s = usual["input"] + usual["copy"] + transforms_s
     copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * images_s else ""
     copying += f", {_ms(transforms_s)} of it in Transforms" if transforms_s > 0.1 * images_s else ""
@@ -156,7 +154,7 @@ def _of_all_ranks(
 
 
 def _straggler(
-    steps: Sequence[Step], whole_s: float, blocks: Sequence[Step], last_in: Sequence[float], ranks: Sequence[int]
+    steps: Sequence[Step], whole_s: float, last_in: Sequence[float], ranks: Sequence[int]
 ) -> StepBottleneck | None:
     """The rank with the most work of its own; its waits for other ranks do not count."""
     if len(steps) < 2:
@@ -164,34 +162,16 @@ def _straggler(
     own = [{row: s for row, s in step.items() if row != "exposed"} for step in steps]
     own_s = [sum(step.values()) for step in own]
     last = own_s.index(max(own_s))
-    lag_s = own_s[last] - statistics.median(own_s[:last] + own_s[last + 1 :])
-    lags = _lags(own, last)
+    others = own[:last] + own[last + 1 :]
+    lag_s = own_s[last] - statistics.median(sum(step.values()) for step in others)
+    lags = {row: s - statistics.median(step[row] for step in others) for row, s in own[last].items()}
     row = max(lags, key=lambda row: lags[row])
     waits_s = statistics.median(step["exposed"] for rank, step in enumerate(steps) if rank != last)
-    most = f"most of it in {row} ({_ms(lags[row])}){_slow_block(blocks, last, lag_s)}"
-    line = f"rank {ranks[last]} takes {_ms(lag_s)} longer than the other ranks by its own work, {most}"
-    line += f"; they wait {_ms(waits_s)} of each step"
+    line = f"rank {ranks[last]} takes {_ms(lag_s)} longer than the other ranks by its own work, most of it in {row}"
+    line += f" ({_ms(lags[row])}); they wait {_ms(waits_s)} of each step"
     line += f", and it was the last in {last_in[last]:.0%} of the latest" if last_in else ""
     remedy = f"check rank {ranks[last]}'s host for other processes, its clock rate and its disk; or leave it out"
     return _cause("straggler", lag_s, whole_s, line, remedy)
-
-
-def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
-    """A clause that names the block in which a rank lags most, and says so if no block has half of the lag."""
-    if len(blocks) < 2 or not all(blocks):
-        return ""
-    lags = _lags(blocks, last)
-    worst, whole_s = max(lags, key=lambda name: lags[name]), sum(s for s in lags.values() if s > 0)
-    if whole_s < 0.5 * lag_s:
-        return ""  # the lag is elsewhere
-    spread = ", no block has half of it" if lags[worst] < 0.5 * whole_s else ""
-    return f", of all blocks most in {worst} ({_ms(lags[worst])}){spread}"
-
-
-def _lags(ranks: Sequence[Step], last: int) -> dict[str, float]:
-    """How much longer each row (or block) takes one rank than the median of the other ranks."""
-    others = [step for rank, step in enumerate(ranks) if rank != last]
-    return {row: s - statistics.median(step.get(row, 0.0) for step in others) for row, s in ranks[last].items()}
 
 
 def _calls(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:

@@ -14,7 +14,7 @@ import torch
 
 from kasoku.core import Comm, Trace
 from kasoku.report.bottleneck import Step, StepFacts, find_bottlenecks
-from kasoku.report.phase_timer import APART, Steps
+from kasoku.report.phase_timer import APART, STEP, Steps
 
 Document = Mapping[str, Any]
 _STREAM = {"input": "input", "copy": "input", "transfer": "link"}  # transfers run beside the rank's own work
@@ -52,21 +52,20 @@ class Ledger:
         """Seconds by row since the process started, earlier parts of a resumed training included."""
         rows = {**self.setup, **self._loop()}
         rows["other"] = self.clock.now() - self.started - sum(s for row, s in rows.items() if row != "other")
-        step_rows = self.steps.step_rows
-        first = [row for row in (self.earlier | rows) if row not in (*step_rows, *APART, "compile")]
+        first = [row for row in (self.earlier | rows) if row not in (*STEP, *APART, "compile")]
         shown = [row for row in APART if row != APART[2] or rows.get(row) or self.earlier.get(row)]
-        names = [*first, "compile", *step_rows[:-1], *shown, "other"]
+        names = [*first, "compile", *STEP[:-1], *shown, "other"]
         return {row: rows.get(row, 0.0) + self.earlier.get(row, 0.0) for row in names}
 
     def training_s(self) -> float:
         """Seconds of all steps, earlier parts included."""
         rows = self.rows()
-        return sum(rows[row] for row in ("compile", *self.steps.step_rows))
+        return sum(rows[row] for row in ("compile", *STEP))
 
     def mean_s(self) -> dict[str, float]:
         """The mean whole step by row, without "compile"; a median would hide an input that stalls. Empty before any."""
         steps, warm_s = self.steps, self.steps.warm_s()
-        loop_s = {row: max(0.0, steps.loop_s[row] - warm_s.get(row, 0.0)) for row in steps.step_rows}
+        loop_s = {row: max(0.0, steps.loop_s[row] - warm_s.get(row, 0.0)) for row in STEP}
         return {row: s / steps.count for row, s in loop_s.items() if steps.count}
 
     def starved(self) -> float:
@@ -88,14 +87,14 @@ class Ledger:
         rows = self.rows()
         this_part = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
         own: dict[str, Any] = {"rows": _rounded(this_part), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
-        own |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
+        own |= {"waits": waits, "whole": _rounded(rows)}
         own["beside"] = _rounded(self.beside | self.trace.beside)
         return own | {"spans": self._spans() if self.trace.rank < _TIMELINE_RANKS else []}
 
     def _loop(self) -> dict[str, float]:
         """Seconds of this part since the loop began: compile, the rows of a step, evaluation, checkpoints."""
         steps, spent_s = self.steps, self.steps.host_s()
-        loop = {row: spent_s.get(row, 0.0) for row in steps.step_rows}
+        loop = {row: spent_s.get(row, 0.0) for row in STEP}
         if steps.device.type == "cuda":  # divided as the device's time was
             device_s, host_s = sum(steps.loop_s.values()), sum(loop.values())
             loop = {row: host_s * steps.loop_s[row] / device_s if device_s else 0.0 for row in loop}
@@ -126,9 +125,8 @@ def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | Non
     transfer_s = statistics.fmean(map(min, together)) if together else None
     last = Counter(step.index(min(step)) for step in together)  # the rank that the others waited for
     last_in = [last[rank] / len(together) for rank in range(len(ranks))] if together else []
-    blocks = [rank["block_s"] for rank in ranks]
     means = [rank["mean_s"] for rank in ranks]
-    causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, blocks=blocks, last_in=last_in)
+    causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, last_in=last_in)
     ledger = {
         "wall_s": round(sum(rows.values()), 3),
         "rows": rows,

@@ -8,26 +8,26 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from kasoku.core import InputError, Job
-from kasoku.core.blocks import blocks
+from kasoku.core.blocks import blocks, ignores_values
 from kasoku.core.clock import Stopwatch
 from kasoku.core.hardware import cores, resident_bytes
 from kasoku.data.loading.loader import endless
-from kasoku.report.block_timer import BlockEvent, block_hooks
 from kasoku.report.bottleneck import fastest_s
 
+BlockEvent = Callable[[str, str], None]  # (block, "forward" | "ended" | "backward")
 _WARM, _WARM_ON_RANKS = 3, 16  # steps that compile, choose kernels and allocate memory; in which Overlap finds its plan
 _ITERATION = "kasoku iteration"
 _MAX_OPERATORS = 20
@@ -243,6 +243,26 @@ class Profiler:
         busy = [(kernel.start, kernel.end) for kernel in kernels]
         traced = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
         return operators[:_MAX_OPERATORS], [_iteration(busy, step.start, step.end) for step in traced]
+
+
+def block_hooks(named_blocks: Iterable[tuple[str, nn.Module]], event: BlockEvent) -> list[Any]:
+    """Calls event(block, what) when a block's forward begins and ends, and when its backward begins.
+
+    A backward begins when the gradient of the block's output arrives. Blocks whose output is not a single tensor with a
+    gradient have no backward event. Returns the handles of the hooks, except those on outputs.
+    """
+
+    def hook(name: str, block: nn.Module) -> tuple[Any, Any]:
+        def after(module: nn.Module, _: object, output: object) -> None:
+            event(name, "ended")
+            if isinstance(output, Tensor) and output.requires_grad:
+                register: Any = output.register_hook
+                register(lambda _: event(name, "backward"))
+
+        pre = ignores_values(lambda module, _: event(name, "forward"))
+        return block.register_forward_pre_hook(pre), block.register_forward_hook(ignores_values(after))
+
+    return [handle for name, block in named_blocks for handle in hook(name, block)]
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
