@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 
 from helpers.inspected import remember_networks
 from kasoku.cli import main
-from kasoku.config.recipe import dumps, load
+from kasoku.config.recipe import load
 from kasoku.data import LowResolution
 from kasoku.distributed import Asynchronous, Graded, Hierarchical, Mean, Overlap, PerLayer, Planned, Reducer, Wire
 from kasoku.simulate.plan_search import candidates
+from kasoku.training.run_folder import RunFolder
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 DIGITS = RECIPES / "digits_cnn_98.toml"
@@ -365,7 +367,8 @@ def test_a_run_of_another_size_than_planned_is_told(tmp_path: Path, capsys: pyte
     run = tmp_path / "run"
     run.mkdir()
     (run / "environment.json").write_text("{}")
-    (run / "recipe.toml").write_text(dumps(load(DIGITS, ["batch=64"])))
+    with closing(RunFolder(run)) as held:
+        held.write_recipe(load(DIGITS, ["batch=64"]))
     (run / "ledger.json").write_text('{"rows": {}, "ranks": [0, 1]}')
     (run / "result.json").write_text("{}")
     plan = {"gpus": 2, "batch": 64, "images_per_s": 100.0, "rows": {"forward": 1.0}}
