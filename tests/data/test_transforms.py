@@ -331,12 +331,6 @@ def test_a_transform_that_fails_is_one_line(name: str, photos, tmp_path):
             next(iter(job.loader))
 
 
-def test_a_recipe_with_the_technique_before_it_gets_the_remedy():
-    for old in ("kasoku.data.RandAugment", "kasoku.data.augment.randaugment.RandAugment"):
-        with pytest.raises(InputError, match=r'technique.use = ".*RandAugment": was removed: use kasoku\.data\.Transf'):
-            parse(Document, {"technique": {"use": old, "count": 2}})
-
-
 def test_grey_digits_are_transformed():
     job = Job(nn.Flatten(), sgd, loader=loader(digits(), "train", 100)).apply(Transforms((drawn,)))
     assert not torch.equal(next(iter(job.loader))[0], next(iter(loader(digits(), "train", 100)))[0])

@@ -68,7 +68,6 @@ def test_digits_reach_98_percent_and_the_run_folder_is_complete(tmp_path, capsys
     assert all(0 <= line["utilization"] <= 1 for line in logged)
     assert all(0 < line["memory_bytes"] <= line["memory_peak_bytes"] for line in logged)
     assert all(line.startswith(":::MLLOG {") for line in (out / "mlperf.log").read_text().splitlines())
-    assert list((out / "tensorboard").glob("events*"))
     for name in ("recipe.toml", "environment.json", "data.json", "best.safetensors", "model.safetensors"):
         assert (out / name).stat().st_size > 0
     assert list((out / "checkpoints").glob("step-*"))
