@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     from kasoku.distributed.local_launch import attach_to_launcher
 
     arguments = arguments_of(parsed, words, attach_to_launcher() or process_start())
-    trust.allow(getattr(arguments, "allow", ()))
     run: Callable[[CommandArguments], int] = getattr(import_module(parsed.module), parsed.function)
     try:
         imported()
         with (
-            only_json(arguments.document) if isinstance(arguments, JsonArguments) and arguments.json else nullcontext()
+            trust.only(getattr(arguments, "allow", ())),
+            only_json(arguments.document) if isinstance(arguments, JsonArguments) and arguments.json else nullcontext(),
         ):
             return run(arguments)
     except BrokenPipeError:  # the reader of our output has closed it
