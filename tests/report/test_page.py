@@ -318,12 +318,11 @@ def test_a_folder_of_profile_shows_idle_gaps_ranks_blocks_and_operators(tmp_path
     shown.write(tmp_path, profile=shown.profile(), ledger=shown.ledger(), timeline=shown.timeline())
     assert main(["report", str(tmp_path)]) == 0
     charts = {chart["key"]: chart for chart in charts_of(tmp_path / "report.html")}
-    assert set(charts) == {"ledger-0", "timeline-0", "gaps-0", "step-memory-0"}
+    assert set(charts) == {"ledger-0", "timeline-0", "gaps-0"}
     (bars,) = charts["gaps-0"]["data"]
     assert bars["base"] == [0.0, 4.0, 0.0, 1.0]  # the gap of rank 0's step is from 1 to 4 ms
     assert bars["x"] == pytest.approx([1.0, 6.0, 1.0, 9.0])
     assert charts["gaps-0"]["layout"]["yaxis"]["ticktext"] == ["rank 0, step 1", "rank 1, step 1"]
-    assert charts["step-memory-0"]["data"][0]["y"] == [100, 300, 200]
     said = re.sub(r"\s+", " ", shown.text_of(tmp_path / "report.html"))
     for row in ("1 9.000 0.500 0.250 5% compute-bound", "stage.0 1.000 2.000 1.0 2.0", "aten::mm 1,000 3.000 4.000"):
         assert row in said

@@ -1,4 +1,4 @@
-"""`kasoku profile`: blocks, operators, gaps, memory and bounds of a few steps."""
+"""`kasoku profile`: blocks, operators, gaps and bounds of a few steps; the trace has the memory."""
 
 from __future__ import annotations
 
@@ -116,10 +116,6 @@ def test_a_job_with_techniques_batch_norm_and_parts_can_be_looked_at(tmp_path: P
     assert profile.operators[0]["host_s"] > 0
     assert len(profile.iterations) == 3
     assert all(0 <= one.idle_s <= one.step_s for one in profile.iterations)
-    places = [place for _, place, _ in profile.memory]
-    assert places[:4] == ["begin", "input over", "stage.0 forward", "stage.0 ended"]
-    assert places[-1] == "updated"
-    assert all(size > 0 for _, _, size in profile.memory)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert json.loads(json.dumps(asdict(profile)))["bounds"] == profile.bounds
 
@@ -194,12 +190,12 @@ def test_the_command_writes_its_files_and_says_the_verdict(tmp_path: Path, capsy
     assert ledger["step_s"]["forward"] > 0
     assert json.loads((out / "timeline.json").read_text())["spans"]
     assert json.loads((out / "profile.json").read_text())["blocks"]
-    assert json.loads((out / "trace.json").read_text())["traceEvents"]
-    assert "slowest: rank" not in shown, "there is one rank"
+    names = {event.get("name") for event in json.loads((out / "trace.json").read_text())["traceEvents"]}
+    assert names >= {"kasoku iteration", "[memory]"}
     pytest.importorskip("plotly")
     assert main(["report", str(out)]) == 0
     page = (out / "report.html").read_text()
-    for title in ("Idle gaps", "Memory over a step", "Blocks", "Operators, over the traced steps"):
+    for title in ("Idle gaps", "Blocks", "Operators, over the traced steps"):
         assert title in page
     assert "Not in this run" not in page
 
@@ -218,7 +214,7 @@ def late(num_classes: int = 10, in_channels: int = 1):
 
 @pytest.mark.process
 @pytest.mark.smoke
-def test_two_ranks_are_profiled_together_and_the_slowest_is_named(tmp_path: Path):
+def test_two_ranks_are_profiled_together_and_the_late_one_is_named(tmp_path: Path):
     (tmp_path / "late_nets.py").write_text(LATE)
     recipe, out = tmp_path / "late.toml", tmp_path / "found"
     recipe.write_text(SMALL.replace('"kasoku.models.cifarnet", widths = [8, 16]', '"late_nets.late"'))
@@ -226,7 +222,6 @@ def test_two_ranks_are_profiled_together_and_the_slowest_is_named(tmp_path: Path
     shown, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert re.search(r"│ 0 +│ +[\d.]+ │ +[\d.]+ │", shown), shown
-    assert "slowest: rank 1, " in shown
     assert "straggler: rank 1 takes" in shown
     profiles = [json.loads((out / f"profile{i}.json").read_text()) for i in ("", "-1")]
     assert all(profile["blocks"] and profile["iterations"] for profile in profiles)

@@ -1,6 +1,6 @@
 """`kasoku profile`: where the time of the steps of a recipe or a script goes, in tables, files and a verdict.
 
-Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds; of the first rank, with a line for
+Written into the folder: profile.json (blocks, operators, idle gaps, bounds; of the first rank, with a line for
 each rank), profile-1.json, ... of other ranks, ledger.json and timeline.json as a training writes them (of the profiled
 steps alone), and rank 0's trace.json for chrome://tracing or Perfetto. A script has no blocks, operators and trace.
 """
@@ -79,7 +79,7 @@ def run_script(arguments: ScriptArguments) -> int:
 
 def report_script(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Writes and prints the profile of a script, of what `ScriptTimer.finish` gave on each rank."""
-    empty = StepProfile([], [], [], [], {})
+    empty = StepProfile([], [], [], {})
     profiles = [(rank["rank"], empty, rank["mean_s"], StepFacts(**rank["facts"])) for rank in ranks]
     _report(folder, profiles, *script_documents(ranks))
 
@@ -133,8 +133,6 @@ def _report(folder: Path, profiles: Sequence[Profiled], ledger: Mapping[str, Any
     print_table("a step, the median", {**rows, "in all": f"{ms(whole_s)} ms"})
     for title, head, cells in profile_tables(first):
         print_table(title, cells, head)
-    if others:
-        print(_slowest(first["ranks"]))
     print(*(StepBottleneck(**cause) for cause in ledger["verdict"]), sep="\n")
     traced = ", trace.json (open it in chrome://tracing or Perfetto)" if first["blocks"] else ""
     print(f"{folder}: {', '.join(documents)}{traced}")
@@ -161,12 +159,3 @@ def _by_rank(profiles: Sequence[Profiled]) -> list[dict[str, Any]]:
         }
         for rank, profile, step, facts in profiles
     ]
-
-
-def _slowest(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """A line that names the slowest rank."""
-    own_s = [row["step_s"] - row["wait_s"] for row in ranks]
-    last = own_s.index(max(own_s))
-    more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
-    work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
-    return f"slowest: rank {ranks[last]['rank']}, {work}; {ranks[last]['bottleneck']}"

@@ -175,7 +175,7 @@ _PARTS: Mapping[str, tuple[str, _Draw]] = {  # by file: its contents, and the fu
     "ledger": ("where the time went", _ledger),
     "timeline": ("a step by rank and stream", figures.timeline),
     "tuning": ("tuning of the batch", tuning),
-    "profile": ("idle gaps, memory, blocks, operators", profile),
+    "profile": ("idle gaps, blocks, operators", profile),
     "classes": ("accuracy by class, confusion, worst images", _classes),
 }
 
