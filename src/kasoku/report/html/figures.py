@@ -6,8 +6,7 @@ every text that comes from a run goes through `plain`, and reaches a hover text 
 
 import html
 import math
-import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -198,35 +197,32 @@ def ledger(document: Mapping[str, Any]) -> Chart:
 
 
 def timeline(document: Mapping[str, Any]) -> Chart:
-    """A lane for each rank and stream, in milliseconds; a span inside another is thinner.
+    """A lane for each rank and stream, in milliseconds; where spans of a lane overlap, it is darker.
 
     `document`: {"spans": [{"kind", "name", "start", "stop", "rank", "bytes", "stream"}]}, in seconds from the first.
     """
-    spans = sorted(document["spans"], key=lambda s: (float(s["start"]), -float(s["stop"])))
+    spans = sorted(document["spans"], key=lambda s: float(s["start"]))
     all_lanes = sorted(dict.fromkeys(map(_lane_of, spans)), key=lambda lane: lane[0])
     place = {lane: i for i, lane in enumerate(all_lanes[:_MAX_LANES])}
     drawn = [s for s in spans if _lane_of(s) in place][:_MAX_SPANS]
-    depth = depths(drawn)
-    members: dict[str, list[int]] = {}
-    hover = []
-    for i, span in enumerate(drawn):
-        members.setdefault(str(span["kind"]), []).append(i)
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for span in drawn:
+        kinds.setdefault(str(span["kind"]), []).append(span)
+
+    def hover(span: Mapping[str, Any]) -> str:
         kind, name = plain(span["kind"], 40), plain(span["name"], 60)
         lines = [kind if not name or name == kind else f"{kind}: {name}", f"rank {_lane_of(span)[0]}"]
         lines.append(f"{1e3 * (span['stop'] - span['start']):.3f} ms, from {1e3 * span['start']:.3f} ms on")
-        lines += [f"{span['bytes'] / 2**20:.2f} MiB"] if span.get("bytes") else []
-        hover.append("<br>".join(lines))
+        return "<br>".join([*lines, f"{span['bytes'] / 2**20:.2f} MiB"] if span.get("bytes") else lines)
+
     traces = [
         go.Bar(
-            base=[1e3 * drawn[i]["start"] for i in own],
-            x=[1e3 * (drawn[i]["stop"] - drawn[i]["start"]) for i in own],
-            y=[place[_lane_of(drawn[i])] for i in own],
-            width=[max(0.2, 0.86 * 0.7 ** depth[i]) for i in own],
-            name=plain(kind, 30), orientation="h", marker={"color": row_colour(kind, [*members]), "line_width": 0},
-            customdata=[hover[i] for i in own], **HOVER,
+            base=[1e3 * s["start"] for s in own], x=[1e3 * (s["stop"] - s["start"]) for s in own],
+            y=[place[_lane_of(s)] for s in own], width=0.86, name=plain(kind, 30), orientation="h",
+            marker={"color": row_colour(kind, [*kinds]), "line_width": 0, "opacity": 0.8},
+            customdata=[hover(s) for s in own], **HOVER,
         )
-        # outer spans first, so that inner ones are drawn over them
-        for kind, own in sorted(members.items(), key=lambda item: statistics.fmean(depth[i] for i in item[1]))
+        for kind, own in kinds.items()
     ]  # fmt: skip
     one_rank = len({rank for rank, _ in all_lanes}) == 1
     y = {**ticks([stream if one_rank else f"{rank} {stream}" for rank, stream in place]), "fixedrange": True}
@@ -237,19 +233,6 @@ def timeline(document: Mapping[str, Any]) -> Chart:
 
 def _lane_of(span: Mapping[str, Any]) -> tuple[int, str]:
     return span["rank"], span["stream"]
-
-
-def depths(spans: Sequence[Mapping[str, Any]]) -> list[int]:
-    """How many spans of its lane enclose each span. The spans come in order of their starts, longer ones first."""
-    enclosing: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    out = []
-    for span in spans:
-        stops = enclosing[_lane_of(span)]
-        while stops and stops[-1] <= span["start"] + 1e-9:
-            stops.pop()
-        out.append(len(stops))
-        stops.append(span["stop"])
-    return out
 
 
 # ---- classes
