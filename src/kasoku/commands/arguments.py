@@ -187,7 +187,6 @@ class SlurmArguments(LaunchArguments):
     """The arguments of `kasoku launch slurm`."""
 
     name: str | None = option(help="of the job (default: the recipe's)")
-    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
     port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
     cpus_per_gpu: int = option(default=CPUS_PER_GPU, metavar="C", help="(default: %(default)s)")
     partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
@@ -199,7 +198,6 @@ class KubernetesArguments(LaunchArguments):
     """The arguments of `kasoku launch kubernetes`."""
 
     name: str | None = option(help="of the job (default: the recipe's)")
-    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
     image: str = option(
         default="kasoku:latest", help="a container image, built from kasoku's Containerfile (default: %(default)s)"
     )
