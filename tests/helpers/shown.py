@@ -146,8 +146,8 @@ def run_folder(folder: Path, *, seed: int = 0, lr: float = 0.1, target: float = 
     write(folder, environment={"command": ["kasoku", "train", "recipes/digits.toml"], "machine": machine})
     lines = []
     for i in range(7):
-        lines.append({"step": 20 * i, "epoch": 0.5 * i, "time_s": 1e9 + i, "loss": 2 / (i + 1), "lr": 0.1 * (6 - i)})
-    lines += [{"step": 44 * i, "epoch": i, "time_s": 1e9 + 2 * i, "test_top1": 1 - 0.5**i} for i in range(1, 4)]
+        lines.append({"step": 20 * i, "epoch": 0.5 * i, "seconds": i, "loss": 2 / (i + 1), "lr": 0.1 * (6 - i)})
+    lines += [{"step": 44 * i, "epoch": i, "seconds": 2 * i, "test_top1": 1 - 0.5**i} for i in range(1, 4)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 99, "ep')
     return folder
 

@@ -200,7 +200,7 @@ RECORDS = [
     ("environment.json", '{"machine": {"gpus": 3}}', ""),
     ("result.json", DEEP, "result.json: damaged"),
     ("metrics.jsonl", DEEP, ""),
-    ("metrics.jsonl", f'{{"step": {LARGE}, "epoch": 1, "time_s": 1}}', ""),
+    ("metrics.jsonl", f'{{"step": {LARGE}, "epoch": 1, "seconds": 1}}', ""),
 ]
 
 

@@ -35,7 +35,7 @@ _MAX_POINTS = 2000  # of a curve
 _MAX_RANKS = 16  # bars of a ledger
 _MAX_LEGEND_RUNS = 6  # more would leave no room for the curves
 _MIN_SHARE = 5e-4  # rows with a smaller share of a ledger are not drawn
-_MAX_SPANS, _MAX_LANES = 6000, 48  # of a timeline
+_MAX_SPANS = 6000  # of a timeline
 _MAX_CLASSES = 40
 _MAX_CLASSES_WITH_COUNTS = 14  # more would leave no room for numbers in the cells
 _ACCURACY = {"title_text": "accuracy", "tickformat": "~%"}
@@ -104,15 +104,13 @@ def _metric_lines(runs: Sequence[RunRecord], x: str, metrics: Mapping[str, str])
     """A line for each run and each metric of a chart; the second metric is dotted."""
     traces = []
     for i, run in enumerate(runs):
-        since = run.metrics[0]["time_s"] if run.metrics else 0.0  # for runs older than `seconds` in metrics.jsonl
         for number, (metric, name) in enumerate(metrics.items()):
             rows = [r for r in run.metrics if isinstance(r.get(metric), int | float) and math.isfinite(r[metric])]
             if not rows:
                 continue
             every = -(-len(rows) // _MAX_POINTS)  # more points cannot be seen
             kept = [*rows[:-1:every], rows[-1]]
-            at = [row["epoch"] if x == "epoch" else row.get("seconds", row["time_s"] - since) for row in kept]
-            points = [(position, row[metric]) for position, row in zip(at, kept, strict=True)]
+            points = [(row["epoch" if x == "epoch" else "seconds"], row[metric]) for row in kept]
             if len(runs) > 1:
                 name = f"{plain(run.name, 40)}, {name}" if number else plain(run.name, 40)
             traces.append(line(name, points, i, 5 if len(kept) <= 60 else 0, dash="dot" if number else ""))
@@ -202,9 +200,8 @@ def timeline(document: Mapping[str, Any]) -> Chart:
     `document`: {"spans": [{"kind", "name", "start", "stop", "rank", "bytes", "stream"}]}, in seconds from the first.
     """
     spans = sorted(document["spans"], key=lambda s: float(s["start"]))
-    all_lanes = sorted(dict.fromkeys(map(_lane_of, spans)), key=lambda lane: lane[0])
-    place = {lane: i for i, lane in enumerate(all_lanes[:_MAX_LANES])}
-    drawn = [s for s in spans if _lane_of(s) in place][:_MAX_SPANS]
+    lanes = sorted(dict.fromkeys(map(_lane_of, spans)), key=lambda lane: lane[0])
+    place, drawn = {lane: i for i, lane in enumerate(lanes)}, spans[:_MAX_SPANS]
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for span in drawn:
         kinds.setdefault(str(span["kind"]), []).append(span)
@@ -224,7 +221,7 @@ def timeline(document: Mapping[str, Any]) -> Chart:
         )
         for kind, own in kinds.items()
     ]  # fmt: skip
-    one_rank = len({rank for rank, _ in all_lanes}) == 1
+    one_rank = len({rank for rank, _ in lanes}) == 1
     y = {**ticks([stream if one_rank else f"{rank} {stream}" for rank, stream in place]), "fixedrange": True}
     cut = f"The first {len(drawn):,} spans of {len(spans):,} are drawn. " if len(drawn) < len(spans) else ""
     figure = new_figure(traces, 150 + 30 * len(place), {"title_text": "ms"}, y, barmode="overlay", bargap=0)
