@@ -47,7 +47,6 @@ def ledger(ranks: int = 2, line: str = "12 % of a step waits for its images") ->
         "rows": ROWS,
         "beside": {"compiler": 0.8},
         "step_s": {"input": 3e-4, "copy": 0.0, "forward": 2e-3, "backward": 4e-3, "exposed": 2e-4, "update": 6e-4},
-        "bounds": {},
         "verdict": [cause],
         "ranks": rows,
     }

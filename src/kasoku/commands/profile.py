@@ -108,10 +108,9 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(arguments.steps)
     facts = replace(facts, starved=round(ledger.starved(), 4))
-    bounds = profiler.bounds(plain)
-    document, timeline = ledger.document(comm, facts, bounds)  # of these steps alone
+    document, timeline = ledger.document(comm, facts)  # of these steps alone
     means = ledger.mean_s()
-    profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json" if comm.rank == 0 else None)
+    profile = profiler.look(arguments.steps, plain, trace=folder / "trace.json" if comm.rank == 0 else None)
     job.drain()
     profiles = comm.gather_objects((comm.rank, profile, means, facts))
     report = partial(_report, folder, profiles, document, timeline)
@@ -154,7 +153,7 @@ def _by_rank(profiles: Sequence[Profiled]) -> list[dict[str, Any]]:
                 [each.idle_s / max(each.step_s, 1e-9) for each in profile.iterations]
                 or [sum(step[row] for row in ("input", "exposed", "other")) / sum(step.values())]
             ),
-            "bottleneck": find_bottlenecks([step], facts, profile.bounds, transfer_s=transfer_s)[0].cause,
+            "bottleneck": find_bottlenecks([step], facts, transfer_s=transfer_s)[0].cause,
             "iterations": [asdict(each) for each in profile.iterations],
         }
         for rank, profile, step, facts in profiles

@@ -24,7 +24,6 @@ _MIN_UPDATE = 0.25
 _MIN_FIXED = 0.3  # the part that does not depend on the batch
 _MIN_LAUNCH = {"cuda": 0.75, "cpu": 0.4}  # a GPU computes while the host launches: a bound only near 1
 _MIN_STARVED = 0.15
-_MIN_MOVING = 0.5
 _SMALL_BATCH = 32  # images
 _TRIES = 10  # of a call whose time is measured
 _COMPUTE = ("forward", "backward", "update")
@@ -78,17 +77,11 @@ class StepBottleneck:
 
 
 def find_bottlenecks(
-    steps: Sequence[Step],
-    facts: StepFacts,
-    bounds: Mapping[str, float] | None = None,
-    *,
-    transfer_s: float | None = None,
-    last_in: Sequence[float] = (),
+    steps: Sequence[Step], facts: StepFacts, *, transfer_s: float | None = None, last_in: Sequence[float] = ()
 ) -> list[StepBottleneck]:
     """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
 
-    `steps`: the mean step of each rank in rank order: seconds by row of the ledger. `bounds`: measured by `kasoku
-    profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device. `transfer_s`: communication that no
+    `steps`: the mean step of each rank in rank order: seconds by row of the ledger. `transfer_s`: communication that no
     rank can hide: each step's minimum wait over ranks, as a mean over steps; None: the minimum over ranks of their mean
     waits. `last_in`: the share of the last steps in which each rank waited least, so that the others waited for it.
     """
@@ -99,13 +92,13 @@ def find_bottlenecks(
     if transfer_s is None:
         transfer_s = min(step["exposed"] for step in steps)
     candidates = [
-        *_of_all_ranks(usual, whole_s, facts, bounds or {}, transfer_s),
+        *_of_all_ranks(usual, whole_s, facts, transfer_s),
         _straggler(steps, whole_s, last_in, facts.ranks or range(len(steps))),
         _calls(usual, whole_s, facts),
         _cores(usual, whole_s, facts),
     ]
     causes = sorted((cause for cause in candidates if cause), key=lambda cause: -cause.share)
-    return causes or [_computing(usual, whole_s, bounds or {})]
+    return causes or [_computing(usual, whole_s)]
 
 
 def _cause(
@@ -117,9 +110,7 @@ def _cause(
     return StepBottleneck(name, round(min(1.0, lost_s / whole_s), 4), line, remedy)
 
 
-def _of_all_ranks(
-    usual: Step, whole_s: float, facts: StepFacts, bounds: Mapping[str, float], transfer_s: float
-) -> Iterator[StepBottleneck | None]:
+def _of_all_ranks(usual: Step, whole_s: float, facts: StepFacts, transfer_s: float) -> Iterator[StepBottleneck | None]:
     """The causes that hold up every rank alike; `transfer_s`: the least wait of any rank."""
     transforms_s = usual["transforms"]
     images_s = usual["input"] + usual["copy"] + transforms_s
@@ -141,12 +132,6 @@ def _of_all_ranks(
         line = f"{_of(usual['update'], whole_s)} is the optimizer's update of {facts.parameters:,} parameters, {each}"
         remedy = "use a fused rule (kasoku.optim.sgd, adamw, lars), a cheaper one, or a larger batch with fewer updates"
         yield _cause("update-bound", usual["update"], whole_s, line, remedy, least=_MIN_UPDATE)
-
-    moving_s = bounds["bytes"] / bounds["bytes_per_s"] if bounds else 0.0
-    if bounds and bounds["flops"] / bounds["flops_per_s"] <= moving_s <= whole_s:  # if longer, caches served most of it
-        line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
-        remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more for each byte"
-        yield _cause("memory-bound", moving_s, whole_s, line, remedy, least=_MIN_MOVING)
 
     line = f"{_of(usual['other'], whole_s)} is the loop itself, between the steps and the batches"
     remedy = "see kasoku profile's trace.json; read losses and write logs less often"
@@ -211,11 +196,9 @@ def _cores(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | No
     return _cause("oversubscribed", lost_s, whole_s, line, remedy)
 
 
-def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck:
+def _computing(usual: Step, whole_s: float) -> StepBottleneck:
     busy_s = usual["forward"] + usual["backward"]
     line = f"{_of(busy_s, whole_s)} is forward and backward, and nothing else holds it up"
-    if bounds.get("flops"):
-        line += f"; at the device's measured speed they would take {_ms(bounds['flops'] / bounds['flops_per_s'])}"
     remedy = "a lower precision, smaller images at first (LowResolution), or more devices"
     return StepBottleneck("compute-bound", round(min(1.0, busy_s / whole_s), 4), line, remedy)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kasoku.core import Comm, Trace
-from kasoku.report.bottleneck import Step, StepFacts, find_bottlenecks
+from kasoku.report.bottleneck import StepFacts, find_bottlenecks
 from kasoku.report.phase_timer import APART, STEP, Steps
 
 Document = Mapping[str, Any]
@@ -72,13 +72,12 @@ class Ledger:
         """The share of the time since the loop began in which this thread was ready but had no core; 0: unknown."""
         return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
 
-    def document(self, comm: Comm, facts: StepFacts, bounds: Step | None = None) -> tuple[Document, Document]:
+    def document(self, comm: Comm, facts: StepFacts) -> tuple[Document, Document]:
         """The contents of ledger.json and timeline.json, of all ranks. Collective: all ranks call it.
 
-        `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part;
-        `bounds`: as for `find_bottlenecks`.
+        `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part.
         """
-        return documents_of(comm.gather_objects(self.of_rank()), facts, bounds)
+        return documents_of(comm.gather_objects(self.of_rank()), facts)
 
     def of_rank(self) -> dict[str, Any]:
         """This rank's part of the documents, for JSON; waits for a GPU."""
@@ -117,7 +116,7 @@ class Ledger:
         return spans
 
 
-def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | None = None) -> tuple[Document, Document]:
+def documents_of(ranks: Sequence[Document], facts: StepFacts) -> tuple[Document, Document]:
     """The contents of ledger.json and timeline.json, of what `Ledger.of_rank` gave on each rank, in rank order."""
     rows = ranks[0]["whole"]
     # of each of the last steps the least wait of any rank, which is the transfer itself
@@ -126,13 +125,12 @@ def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | Non
     last = Counter(step.index(min(step)) for step in together)  # the rank that the others waited for
     last_in = [last[rank] / len(together) for rank in range(len(ranks))] if together else []
     means = [rank["mean_s"] for rank in ranks]
-    causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, last_in=last_in)
+    causes = find_bottlenecks(means, facts, transfer_s=transfer_s, last_in=last_in)
     ledger = {
         "wall_s": round(sum(rows.values()), 3),
         "rows": rows,
         "beside": ranks[0]["beside"],
         "step_s": {row: round(s, 7) for row, s in ranks[0]["step_s"].items()},
-        "bounds": bounds or {},
         "verdict": [asdict(cause) for cause in causes],
         "ranks": [rank["rows"] for rank in ranks],
         "last_in": [round(share, 4) for share in last_in],

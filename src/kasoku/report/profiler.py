@@ -120,10 +120,8 @@ class Profiler:
             "reached": round(least_s / max(step_s, 1e-9), 4),
         }
 
-    def look(
-        self, steps: int, plain: list[Iteration], bounds: dict[str, float], *, trace: Path | None = None
-    ) -> StepProfile:
-        """Profiles `steps` steps of each kind; `trace`: the file for a Chrome trace of some of them."""
+    def look(self, steps: int, plain: list[Iteration], *, trace: Path | None = None) -> StepProfile:
+        """Profiles `steps` steps of each kind beside the `plain` ones; `trace`: the file for a Chrome trace of some."""
         times_s = self._block_times(steps)
         operators, iterations = self._traced(min(steps, _MAX_TRACED), trace)
         blocks = [
@@ -136,7 +134,7 @@ class Profiler:
             }
             for name, block in self.blocks
         ]
-        return StepProfile(blocks, operators, iterations if self.cuda else plain, bounds)
+        return StepProfile(blocks, operators, iterations if self.cuda else plain, self.bounds(plain))
 
     def step(self, event: BlockEvent = lambda name, what: None, *, inside: bool = False) -> None:
         """One update. Returns when the device is done.
