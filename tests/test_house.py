@@ -31,12 +31,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 5575,
     "memory": 2070,
     "tracking": 255,
-    "config": 1510,
+    "config": 1500,
     "tune": 1535,
     "simulate": 1515,
-    "report": 2645,
+    "report": 2435,
     "training": 2460,
-    "commands": 2060,
+    "commands": 2040,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
