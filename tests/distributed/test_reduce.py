@@ -25,7 +25,7 @@ from kasoku.distributed.environment import place, ranks_on_host
 
 LENGTHS = (4096, 3001, 5, 1)
 LOW = LowRank(min_elements=100)
-ALL = [Mean(), Wire(), Wire("fp16"), Wire(feedback=False), LOW, Hierarchical(2), Hierarchical(2, Wire())]
+ALL = [Mean(), Wire(), Wire("fp16"), LOW, Hierarchical(2), Hierarchical(2, Wire())]
 
 
 PROCESSES = pytest.param("processes", marks=pytest.mark.process)
