@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.inspected import remember_networks
 from kasoku.cli import main
 from kasoku.config.recipe import dumps, load
-from kasoku.data import LowResolution
 from kasoku.distributed import Asynchronous, Graded, Hierarchical, Mean, Overlap, PerLayer, Planned, Reducer, Wire
-from kasoku.simulate.plan_search import candidates
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 DIGITS = RECIPES / "digits_cnn_98.toml"
@@ -105,83 +100,9 @@ def test_recipe_and_script_have_the_choice_with_its_searched_groups(small: str, 
     assert f"train {tmp_path / 'p' / POINTS.name}" in text
 
 
-def test_all_points_are_tried_and_a_noise_scale_gives_more_epochs(
-    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_points_are_tried(small: str, tmp_path: Path) -> None:
     shown = planned(tmp_path / "p", POINTS, "--cluster", small, "--fastest")
     assert shown["batch"] in (1632, 3264, 4096, 8192, 13056, 32768, 49152, 58880, 65536, 67840)
-    noise = ["--cluster", small, "--noise-scale", "8192", "--fastest", "--set", "batch=1024"]
-    found = planned(tmp_path / "q", POINTS, *noise, "--set", "points=[]")
-    recipe = load(tmp_path / "q" / POINTS.name)
-    batch = int(found["batch"])  # type: ignore[call-overload]
-    assert batch > 1024
-    assert recipe.epochs == pytest.approx(40 * (1 + batch / 8192) / (1 + 1024 / 8192), rel=1e-4)
-    assert recipe.rate_scale == pytest.approx(batch / 1024)
-    assert main(["plan", str(POINTS), *noise]) == 2
-    assert "points give the epochs of each batch" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        (
-            "schedule.warmup=15",
-            "without batches of 8, 16, 32 (the first: Linear: epochs=11.25 is where it ends and must",
-        ),
-        ("accumulate=64", "without batches of 8, 16, 32 (the first: accumulate=64: a divisor of batch=8"),
-        ("norm_batch=16", "without batches of 8 (the first: norm_batch=16: a divisor of batch=8"),
-    ],
-)
-def test_a_noise_scale_leaves_out_the_batches_that_the_recipe_cannot_have(
-    setting: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "desk.toml").write_text(f"{DESK}[costs]\nsetup_s = 1.0\n")
-    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64", "--set", setting]
-    assert planned(tmp_path / "p", DIGITS, *options)["batch"] in (64, 128, 256, 512, 1024)
-    assert said in (err := capsys.readouterr().err)
-    assert "[costs]" not in err
-
-
-def test_a_noise_scale_makes_schedules_for_the_epochs_of_each_batch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "desk.toml").write_text(DESK)
-    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64"]
-    curves: dict[str, tuple[str, Callable[[Any], float]]] = {
-        "StepDecay": ("milestones=[5.0, 15.0]", lambda s: float(s.milestones[1] / 15)),
-        "Linear": ("epochs=30.0", lambda s: float(s.epochs / 30)),  # made for more epochs than there are
-        "Constant": ("warmup=2.0", lambda s: float(s.warmup / 2)),
-        "ArcCotangent": ("turn=15.0", lambda s: float(s.turn / 15)),
-    }
-    for name, (settings, longer) in curves.items():
-        given = f"schedule={{use='kasoku.core.{name}', {settings}}}"
-        found = planned(tmp_path / name, DIGITS, *options, "--set", given)
-        recipe = load(tmp_path / name / DIGITS.name)
-        assert found["batch"] != 64
-        assert recipe.epochs == pytest.approx(20 * (1 + recipe.batch / 64) / 2, rel=1e-4)
-        assert longer(recipe.schedule) == pytest.approx(1.0 if name == "Constant" else recipe.epochs / 20, rel=1e-4)
-    planned(tmp_path / "turn", DIGITS, *options, "--set", "schedule={use='kasoku.core.ArcCotangent'}")
-    recipe = load(tmp_path / "turn" / DIGITS.name)
-    assert recipe.scaled_schedule(recipe.epochs * 70 / 90) == pytest.approx(0.5)  # a share, which follows by itself
-    small = ["--set", "techniques=[{use='kasoku.data.LowResolution', side=6, until=0.5}]"]
-    planned(tmp_path / "small", DIGITS, *options, *small)
-    assert load(tmp_path / "small" / DIGITS.name).techniques[0] == LowResolution(6, until=0.5)
-
-
-def test_a_noise_scale_sums_the_epochs_of_a_batch_that_grows(tmp_path: Path) -> None:
-    (tmp_path / "desk.toml").write_text(DESK)
-    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64", "--set", "batch=32"]
-    for milestones in ("[0.5]", "[10]"):
-        schedule = f"{{use='kasoku.core.StepDecay', milestones={milestones}, gamma=2.0}}"
-        grow = ["--set", f"techniques=[{{use='kasoku.data.GrowBatch', schedule={schedule}}}]"]
-        recipes = candidates(DIGITS, [*options[-1:], grow[1]], 64.0)
-        for recipe in recipes:
-            half = recipe.epochs / 2 if milestones == "[0.5]" else 10
-            grown = sum(min(1, recipe.epochs - e) for e in range(math.ceil(recipe.epochs)) if e >= half)
-            worth = (recipe.epochs - grown) / (1 + recipe.batch / 64) + grown / (1 + 2 * recipe.batch / 64)
-            assert worth == pytest.approx(10 / (1 + 32 / 64) + 10 / (1 + 64 / 64), rel=0.01)
-        found = planned(tmp_path / milestones[1:-1], DIGITS, *options, *grow)
-        assert "steps" in found["shown"]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +156,7 @@ def test_a_plan_of_a_model_beside_its_recipe_finds_it_from_its_own_folder(
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     monkeypatch.setattr(sys, "path", list(before))
-    planned(tmp_path / "p", own / "98digits.toml", "--cluster", "desk.toml", "--fastest", "--noise-scale", "64")
+    planned(tmp_path / "p", own / "98digits.toml", "--cluster", "desk.toml", "--fastest")
     assert {file.name for file in (tmp_path / "p").iterdir()} == {"98digits.toml", "launch.sbatch", "plan.json"}
     script = (tmp_path / "p" / "launch.sbatch").read_text()
     assert "#SBATCH --job-name=kasoku-98digits\n" in script
@@ -417,9 +338,6 @@ def test_what_is_planned_trains_and_is_held_against_what_it_took(
         (["--budget", "0.01USD"], "the cheapest plan may cost"),
         (["--deadline", "soon"], "as 10min"),
         (["--budget", "100"], "as 100USD"),
-        (["--fastest", "--noise-scale", "0"], "--noise-scale 0: images, above 0 and finite"),
-        (["--fastest", "--noise-scale", "inf"], "--noise-scale inf: images, above 0 and finite"),
-        (["--fastest", "--noise-scale", "nan"], "--noise-scale nan: images, above 0 and finite"),
         ([], "one of --deadline TIME, --budget USD, --fastest"),
     ],
 )

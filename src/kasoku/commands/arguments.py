@@ -282,7 +282,6 @@ class PlanArguments(OptionalRecipe, JsonArguments):
     fastest: bool = option(default=False, help="the fastest, whatever it costs")
     buckets: bool = option(default=False, help="also print groups for plain DDP: its bucket_cap_mb_list")
     compare: Path | None = option(metavar="RUN", help="instead: compare a run with the plan of its recipe")
-    noise_scale: float | None = option(metavar="B", help="of gradients, in images: try other batches too")
     profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
 

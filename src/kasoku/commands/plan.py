@@ -5,7 +5,6 @@ times that are expected, item by item. `kasoku plan --compare RUN` compares them
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,20 +44,18 @@ def run(arguments: PlanArguments) -> int:
     if arguments.compare:
         arguments.document.update(_compare(arguments.compare))
         return 0
-    recipe, noise_scale = arguments.recipe, arguments.noise_scale
+    recipe = arguments.recipe
     if not recipe or not arguments.cluster:
         raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
     goals = [f"--{goal}" for goal in ("deadline", "budget", "fastest") if getattr(arguments, goal)]
     if len(goals) != 1:
         given = " beside ".join(goals) or "kasoku plan: what for?"
         raise InputError(f"{given}: give one of --deadline TIME, --budget USD, --fastest")
-    if noise_scale is not None and not 0 < noise_scale < math.inf:
-        raise InputError(f"--noise-scale {noise_scale:g}: images, above 0 and finite")
     trust.allow_beside(recipe)
     deadline_s = _amount("--deadline", arguments.deadline, _SECONDS, "a number with s, min, h or d is wanted, as 10min")
     budget_usd = _amount("--budget", arguments.budget, {"USD": 1.0}, "an amount is wanted, as 100USD")
     cluster = load_cluster(arguments.cluster)
-    recipes = plan_search.candidates(recipe, arguments.set, noise_scale)
+    recipes = plan_search.candidates(recipe, arguments.set)
     tried = plan_search.choices(recipes, cluster, arguments.profile)
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
     folder = output_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
