@@ -19,7 +19,7 @@ from kasoku.distributed import OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
-from kasoku.simulate.collectives import LowRankLink, flat
+from kasoku.simulate.collectives import flat
 from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
 _SHOWN = 6  # kinds of steps, in a table
@@ -152,8 +152,6 @@ class Scenario:
         lines = list(self.notes)
         if step.inputs.asynchronous and step.gpus > 1:
             lines.append("Asynchronous: only links are simulated, not the owners' additions or copies to a host")
-        if isinstance(step.inputs.link, LowRankLink):
-            lines.append("LowRank: its passes over the gradients are simulated, the latency of its QR is not")
         if step.norms_s:
             waits = f"BatchNorms wait for all ranks, {1e3 * step.norms_s:.2f} ms of the exposed communication"
             lines.append(f"norm_batch={recipe.norm_batch} is more than a rank has at once: {waits}")
@@ -197,7 +195,7 @@ def scenario(
     if recipe.auto_batch:
         given = 'batch = "auto" is tuned on the machine that trains'
         raise InputError(f"{given}: give --set batch=B, or the recipe of a run that was tuned")
-    shared = sharing(recipe, cluster)
+    shared = sharing(recipe)
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
@@ -216,8 +214,8 @@ def _inspect(recipe: Recipe, facts: Facts) -> ModelCosts:
     return model_costs(name, module, (facts.channels, facts.side, facts.side))
 
 
-def sharing(recipe: Recipe, cluster: Cluster) -> Sharing:
-    """How a recipe's ranks share gradients on a cluster. Raises InputError for techniques that are not simulated."""
+def sharing(recipe: Recipe) -> Sharing:
+    """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
     techniques = recipe.scaled_techniques
     exchanging = sorted((t for t in techniques if t.exchanges_gradients), key=lambda t: t.stage)
     exchange: Any = [*exchanging, Overlap()][0]
@@ -229,10 +227,7 @@ def sharing(recipe: Recipe, cluster: Cluster) -> Sharing:
     if not exchange.overlaps_backward:
         return Sharing(AfterBackward())
     flat(exchange.reducer)  # raises for a reducer that is not simulated
-    precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
-    # fp16's loss scaling waits for all gradients if the reducer may make a finite one infinite
-    whole = precision == "fp16" and not exchange.reducer.largest(ranks=2)
-    whole = whole or any(t.needs_whole_gradients for t in techniques)
+    whole = any(t.needs_whole_gradients for t in techniques)
     policy, late = exchange.buckets, exchange.next_forward and not whole
     if recipe.device.graphs:  # for which Planned finds one bucket
         policy, late = AfterBackward(OneBucket() if isinstance(policy, Planned) else policy), False

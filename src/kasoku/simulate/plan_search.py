@@ -140,7 +140,7 @@ def with_searched_groups(graded: Choice) -> Choice:
     base = graded.scenario
     if not _has_groups(base):
         return graded
-    late = sharing(base.recipe, base.simulator.cluster).next_forward
+    late = sharing(base.recipe).next_forward
     planned = replace(base.simulator.sharing, policy=Planned(), next_forward=late)
     searched = choice(base.with_sharing(planned), graded.step.gpus)
     return searched if searched.step.step_s < _WORTH * graded.step.step_s else graded
