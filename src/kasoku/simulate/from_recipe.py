@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous
+from kasoku.config.ranks import TEST_PASSES, check_share
 from kasoku.config.recipe import Recipe, network
 from kasoku.config.updates import data_info, evaluations, growth, pixel_share, updates, updates_in_epoch
 from kasoku.core import InputError
@@ -24,7 +24,7 @@ from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
 _SHOWN = 6  # kinds of steps, in a table
 _SLICES = 20  # of an epoch, in each of which all steps are alike
-_FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a remark, which advises at least _ENOUGH
+_FEW = 16  # images that share BatchNorm statistics: fewer get a remark
 
 
 @dataclass(frozen=True)
@@ -159,29 +159,14 @@ class Scenario:
             lines.append(f"precision = {precision}: {gpu.name} was measured in {gpu.precision}; a profile is surer")
         if not profile and any(technique.saves_memory for technique in recipe.techniques):
             lines.append("SavedMemory: its recomputation is not simulated; a profile includes it")
-        return lines + self._few_images(step.gpus) + remarks(simulator.net, gpu, images, profile)
-
-    def _few_images(self, gpus: int) -> list[str]:
-        """A remark if BatchNorm statistics are of too few images, with settings under which more images share them."""
-        recipe, shared = self.recipe, self.recipe.images_per_norm(gpus)
-        if not self.simulator.net.norms or shared >= _FEW:
-            return []
-        most, enough = recipe.batch // max(1, recipe.accumulate), 0  # the least norm_batch that is enough; 0: none
-        if not (recipe.device.graphs or is_asynchronous(recipe, gpus)):  # statistics of several ranks work with neither
-            sizes = (n for n in range(max(_ENOUGH, shared + 1), most + 1) if recipe.batch % n == 0)
-            enough = next((n for n in sizes if can_share(replace(recipe, norm_batch=n), gpus)), 0)
-        waits = " (ranks then wait for statistics)" if enough > most // gpus else ""
-        ways = [f"--set norm_batch={enough}{waits}" if enough else "a larger batch"]
-        if recipe.accumulate > 1 and not (enough and recipe.norm_batch):
-            ways.append(f"a smaller accumulate than {recipe.accumulate}")
-        if gpus > 1 and not recipe.norm_batch:
-            ways.append("fewer GPUs")
-        then = ", and then a larger norm_batch" if recipe.norm_batch and not enough else ""
-        return [
-            f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy and "
-            "cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
-            f"arXiv 1803.08494): {' or '.join(ways)}{then}"
-        ]
+        shared = recipe.images_per_norm(step.gpus)
+        if simulator.net.norms and shared < _FEW:
+            lines.append(
+                f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy "
+                "and cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He "
+                "2018, arXiv 1803.08494): take a larger norm_batch or batch, a smaller accumulate, or fewer GPUs"
+            )
+        return lines + remarks(simulator.net, gpu, images, profile)
 
 
 def scenario(
