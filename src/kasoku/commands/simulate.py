@@ -27,13 +27,9 @@ _MS = 1e3
 def run(arguments: SimulateArguments) -> int:
     """Simulates; returns the exit code."""
     batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
-    recipe, cluster = arguments.load(*batch), load_cluster(arguments.cluster)
+    recipe, cluster = arguments.load(*batch), load_cluster(arguments.cluster, arguments.what_if)
     case = scenario(recipe, cluster, profiles=arguments.profile)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
-    what_if = ", ".join(arguments.what_if)
-    changed = load_cluster(arguments.cluster, arguments.what_if) if what_if else None
-    if changed and changed.device != cluster.device and arguments.profile:
-        raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave --profile out")
     ends = re.fullmatch(r"gpus=(\d+):(\d+)", arguments.sweep)
     if arguments.sweep and not ends:
         raise InputError(f"--sweep {arguments.sweep}: gpus=A:B is wanted, as gpus=1:4096")
@@ -42,13 +38,8 @@ def run(arguments: SimulateArguments) -> int:
     for line in case.remarks(step):
         say(line)
     document = case.document(step)
-    _show(case, step, document, title=cluster.name)
-    if changed:
-        other = scenario(recipe, changed, profiles=arguments.profile)
-        then = other.step(gpus)
-        document["what_if"] = {what_if: other.document(then)}
-        _show(other, then, document["what_if"][what_if], title=f"{cluster.name}, {what_if}")
-    lines = sweep(case, over, step, (what_if, changed) if changed else None) if over else {}
+    _show(case, step, document)
+    lines = sweep(case, over, step) if over else {}
     if lines:
         points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
         parts = case.recipe.parts(step.gpus)
@@ -79,7 +70,7 @@ def run(arguments: SimulateArguments) -> int:
     return 0
 
 
-def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, title: str) -> None:
+def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any]) -> None:
     device = case.simulator.cluster.device
     price = f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "price unknown"
     pace = step.inputs.asynchronous if step.gpus > 1 else None
@@ -97,7 +88,7 @@ def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, titl
         "training": f"{document['training_s']:,.1f} s for {case.recipe.epochs:g} epochs; {price}",
         "source": device.source or "the cluster's file",
     }
-    print_table(title, rows)
+    print_table(case.simulator.cluster.name, rows)
 
 
 def _asynchronous(pace: Asynchronous) -> str:

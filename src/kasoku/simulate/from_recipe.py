@@ -219,13 +219,10 @@ def sharing(recipe: Recipe) -> Sharing:
     return Sharing(policy, late, reducer=exchange.reducer)
 
 
-def sweep(
-    base: Scenario, gpus: Sequence[int], step: SimulatedStep, changed: tuple[str, Cluster] | None = None
-) -> dict[str, list[SimulatedStep]]:
+def sweep(base: Scenario, gpus: Sequence[int], step: SimulatedStep) -> dict[str, list[SimulatedStep]]:
     """Steps at each number of GPUs with the images a GPU of `step`, under each way to share gradients.
 
     The ways are: nothing hidden, hidden behind backward, and the recipe's own.
-    `changed`: a name and another cluster, on which the last way is simulated too.
     """
     simulator, plan, late = base.simulator, step.inputs.plan, step.inputs.late
     shared, parts, images = simulator.sharing, base.recipe.parts(step.gpus), base.images_each(step)
@@ -241,9 +238,6 @@ def sweep(
     elif step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"
         simulators[name] = replace(simulator, sharing=replace(shared, policy=plan, next_forward=late))
-    if changed:
-        last = list(simulators)[-1]
-        simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])
     return {name: [each.step(n, n * images, parts=parts) for n in gpus] for name, each in simulators.items()}
 
 
