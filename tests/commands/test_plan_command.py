@@ -81,7 +81,7 @@ def test_a_deadline_takes_the_cheapest_in_time(small: str, tmp_path: Path, capsy
     assert paid["usd"] * paid["most"] <= 30  # type: ignore[operator]
     assert "small has no [costs]: 0 s are expected before the first step" in capsys.readouterr().err
     assert "price: AWS" in paid["shown"]["source"]  # type: ignore[index]
-    assert "4.10 an hour a GPU" in paid["shown"]["cost"]  # type: ignore[index]
+    assert "4.10 an hour a GPU" in paid["shown"]["training"]  # type: ignore[index]
     assert "how epochs scatter is not known" in paid["shown"]["ranges"]  # type: ignore[index]
 
 
@@ -211,16 +211,17 @@ def test_the_recipe_averages_node_by_node_where_that_is_faster(
     found = planned(tmp_path / "p", POINTS, *options, "--set", f"techniques=[{own}]")
     assert found["gpus"] == 32
     (technique,) = (t for t in load(tmp_path / "p" / POINTS.name).techniques if isinstance(t, Overlap))
-    shown = found["shown"]["all-reduce"]  # type: ignore[index]
+    shown = found["shown"]
+    assert isinstance(shown, dict)
     if nic_gb_s == 1.0:  # 2 (N - 1) / N of the bytes leave a node of N = 4, where trees and a ring over all send more
         assert technique.reducer == Hierarchical(0, alike)  # of as many ranks as the script starts on a node
-        assert shown.startswith("hierarchical, ")
-        assert ("all-to-all and all-gather across" in shown) == (said == "Wire")
-        assert shown.endswith("; reducer Hierarchical" + (f", across={said}" if said else ""))
+        assert "; the largest by hierarchical, " in shown["groups"]
+        assert ("all-to-all and all-gather across" in shown["groups"]) == (said == "Wire")
+        assert shown["reducer"].startswith(f"Hierarchical(node=0, across={said or 'Mean'}(")
     else:
         assert technique.reducer == alike
-        assert "hierarchical" not in shown
-        assert shown.endswith(f"; reducer {said}") if said else "reducer" not in shown
+        assert "hierarchical" not in shown["groups"]
+        assert shown["reducer"].startswith(f"{said}(") if said else "reducer" not in shown
 
 
 def test_few_images_for_batch_norm_are_told_with_what_helps(
@@ -251,9 +252,9 @@ def test_ranks_at_their_own_pace_keep_their_groups_and_are_not_searched(
     if apart:
         assert isinstance(own.buckets, PerLayer)
         assert "(a layer)" in shown["groups"]
-        assert shown["exchange"].startswith("exchange, ")
+        assert "; the largest by exchange, " in shown["groups"]
     else:
-        assert "exchange" not in shown
+        assert "exchange" not in shown["groups"]
 
 
 def test_a_recipe_with_graphs_has_one_bucket_and_no_searched_groups(tmp_path: Path) -> None:

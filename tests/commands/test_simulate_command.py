@@ -67,7 +67,7 @@ def test_a_step_on_2048_gpus_is_itemised_and_drawn(tmp_path: Path, capsys: pytes
     assert '"transfer"' in page
     assert "layer4.2.conv3" in page
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "2,048 V100, 40 images each" in shown
+    assert "2,048 V100 in 512 nodes, 40 images each" in shown
     assert "price: AWS, p3.16xlarge on demand" in shown
     assert "exposed communication" in shown
 
@@ -327,7 +327,6 @@ def test_ranks_at_their_own_pace_are_simulated_as_such(tmp_path: Path, capsys: p
     found = simulated(tmp_path / "s", "--cluster", "abci", "--gpus", "64", *pace, "--sweep", "gpus=1:64")
     said = capsys.readouterr()
     shown = " ".join(said.out.replace("│", " ").split())
-    assert "at most 4 steps ahead of the slowest; updates in bf16 after every 2 steps, waited for at once" in shown
     assert "ms of exchanges" in shown
     assert "all-reduces" not in shown
     first, second = found["steps"]  # type: ignore[misc]
@@ -345,7 +344,7 @@ def test_ranks_at_their_own_pace_are_simulated_as_such(tmp_path: Path, capsys: p
     assert name == "asynchronous"
     assert points[-1][1] == pytest.approx(found["step_s"], rel=1e-9)
     free = simulated(tmp_path / "f", "--cluster", "abci", "--gpus", "64", *asynchronous("warmup=1"))
-    assert "any number of steps ahead" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "the slowest rank not waited for" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert free["jitter_s"] == 0 < found["jitter_s"]  # type: ignore[operator]
 
 
@@ -358,7 +357,7 @@ def test_ranks_of_which_none_may_be_ahead_are_simulated_as_overlap(tmp_path: Pat
 def test_a_rank_alone_exchanges_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = simulated(tmp_path / "s", "--cluster", "abci", "--gpus", "1", "--set", "batch=64", *asynchronous())
     assert found["exposed_s"] == found["exchange_s"] == 0
-    assert "asynchronous" not in capsys.readouterr().out
+    assert "0.00 ms of 0.00 ms of all-reduces" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("missing", ["plotly", "jinja2"])

@@ -16,14 +16,12 @@ from kasoku.config.recipe import dumps
 from kasoku.config.updates import updates
 from kasoku.core import InputError, say
 from kasoku.core.files import check_regular, is_number, read_json, write_text
-from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
 from kasoku.distributed.ddp.bucket_plan import ddp_caps, search
 from kasoku.report import print_table
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate import plan_search
 from kasoku.simulate.cluster import Costs
-from kasoku.simulate.collectives import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
 from kasoku.training.run_folder import load_recipe, output_folder
 
@@ -63,13 +61,15 @@ def run(arguments: PlanArguments) -> int:
         say(line)
     if cluster.costs == Costs():
         say(f"{cluster.name} has no [costs]: 0 s are expected before the first step")
-    print_table(f"the best of {len(tried)} ways", _rows(chosen))
+    document = chosen.scenario.document(chosen.step)
+    rows = _rows(chosen, document)
+    print_table(f"the best of {len(tried)} ways", rows)
     if arguments.buckets:
         inputs = chosen.step.inputs
         own, _, _ = search(inputs.units, inputs.tensors, inputs.link, next_forward=False)
         arguments.document["bucket_cap_mb_list"] = caps = ddp_caps(own, inputs.tensors)
         print(f"DistributedDataParallel(..., bucket_cap_mb_list={caps})")
-    arguments.document.update(folder=str(folder), **_write(chosen, folder, recipe))
+    arguments.document.update(folder=str(folder), **_write(chosen, folder, recipe, {**document, "shown": rows}))
     return 0
 
 
@@ -81,42 +81,22 @@ def _amount(flag: str, text: str, units: Mapping[str, float], wanted: str) -> fl
     return float(match[1]) * units[match[2]] if match else 0.0
 
 
-def _rows(chosen: Choice) -> dict[str, str]:
-    case, step = chosen.scenario, chosen.step
-    recipe, device = case.recipe, case.simulator.cluster.device
-    nodes = case.simulator.cluster.nodes_for(step.gpus)
-    sent, algorithm = "exchange" if step.inputs.asynchronous else "all-reduce", step.inputs.choice()
-    reducer = case.simulator.sharing.reducer
-    alike = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
-    if step.gpus > 1 and isinstance(reducer, Hierarchical):
-        row = f", node={reducer.node}" if reducer.node else ""
-        algorithm += f"; reducer Hierarchical{row}" + (f", across={alike}" if alike else "")
-    elif step.gpus > 1 and alike:
-        algorithm += f"; reducer {alike}"
-    usd = f"{chosen.usd:,.2f} USD ({chosen.usd * LEAST:,.2f} to {chosen.usd * MOST:,.2f})"
+def _rows(chosen: Choice, document: Mapping[str, Any]) -> dict[str, str]:
+    case, recipe, usd = chosen.scenario, chosen.scenario.recipe, chosen.usd
+    price = f" and {usd * LEAST:,.2f} to {usd * MOST:,.2f} USD" if usd else ""
     return {
-        "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes",
-        "batch": f"{recipe.batch:,}, {step.images / step.gpus:g} a GPU"
-        + (f" ({recipe.origin})" if recipe.origin else ""),
+        "batch": f"{recipe.batch:,}" + (f" ({recipe.origin})" if recipe.origin else ""),
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs",
-        "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy})",
-        sent: algorithm,
-        "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
-        **case.described(step),
-        "throughput": f"{step.images_per_s:,.0f} images/s",
-        "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * LEAST:,.1f} to {chosen.late_s:,.1f})",
-        "cost": f"{usd}, {device.usd_hour:.2f} an hour a GPU" if chosen.usd else "no price",
-        "ranges": f"{LEAST} to {MOST} times: what the steps of three published runs of ResNet-50 took of those "
-        "simulated; how epochs scatter is not known",
-        "source": device.source or "the cluster's file",
+        **case.table(chosen.step, document),
+        "ranges": f"{chosen.seconds * LEAST:,.1f} to {chosen.late_s:,.1f} s{price}: {LEAST} to {MOST} times, what the "
+        "steps of three published runs of ResNet-50 took of those simulated; how epochs scatter is not known",
     }
 
 
-def _write(chosen: Choice, folder: Path, original: Path) -> dict[str, Any]:
+def _write(chosen: Choice, folder: Path, original: Path, figures: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the planned recipe, the script that trains it, and the figures that are expected; returns these."""
-    expected = {**chosen.scenario.document(chosen.step), "least": LEAST, "most": MOST, "shown": _rows(chosen)}
-    expected["import_folders"] = trust.import_folders(original)
+    expected = {**figures, "least": LEAST, "most": MOST, "import_folders": trust.import_folders(original)}
     file = folder / f"{original.stem}.toml"
     nodes = chosen.scenario.simulator.cluster.nodes_for(chosen.step.gpus)
     minutes = max(10, round(2 * chosen.late_s / 60))  # twice the longest expected time

@@ -6,13 +6,11 @@ sweep.html (throughput and efficiency over the number of GPUs).
 
 import json
 import re
-from typing import Any
 
 from kasoku.commands.arguments import SimulateArguments
 from kasoku.config import toml
 from kasoku.core import InputError, say
 from kasoku.core.files import write_text
-from kasoku.distributed import Asynchronous
 from kasoku.distributed.ddp.bucket_plan import table
 from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
@@ -20,8 +18,6 @@ from kasoku.simulate import SimulatedStep, timeline
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate.from_recipe import Scenario, scenario, sizes, sweep
 from kasoku.training.run_folder import output_folder
-
-_MS = 1e3
 
 
 def run(arguments: SimulateArguments) -> int:
@@ -38,7 +34,7 @@ def run(arguments: SimulateArguments) -> int:
     for line in case.remarks(step):
         say(line)
     document = case.document(step)
-    _show(case, step, document)
+    print_table(cluster.name, case.table(step, document))
     lines = sweep(case, over, step) if over else {}
     if lines:
         points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
@@ -68,35 +64,6 @@ def run(arguments: SimulateArguments) -> int:
     print(f"{folder}: {', '.join(files)}")
     arguments.document.update(folder=str(folder), **document)
     return 0
-
-
-def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any]) -> None:
-    device = case.simulator.cluster.device
-    price = f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "price unknown"
-    pace = step.inputs.asynchronous if step.gpus > 1 else None
-    sent, free = "exchanges" if pace else "all-reduces", pace and pace.max_staleness is None
-    rows = {
-        "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
-        **({"asynchronous": _asynchronous(pace)} if pace else {}),
-        "step": f"{_MS * step.step_s:.2f} ms",
-        "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
-        "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
-        "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
-        "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy}); the largest by {step.inputs.choice()}",
-        **case.described(step),
-        "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
-        "training": f"{document['training_s']:,.1f} s for {case.recipe.epochs:g} epochs; {price}",
-        "source": device.source or "the cluster's file",
-    }
-    print_table(case.simulator.cluster.name, rows)
-
-
-def _asynchronous(pace: Asynchronous) -> str:
-    most, often = pace.max_staleness, pace.every if pace.hidden else max(1, pace.every)
-    ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
-    when = {0: "when the last are through", 1: "after each step"}.get(often, f"after every {often} steps")
-    shown = "beside computing" if pace.hidden else "waited for at once"
-    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}, {shown}"
 
 
 def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,14 @@ from kasoku.config.recipe import Recipe, network
 from kasoku.config.updates import data_info, evaluations, growth, pixel_share, updates, updates_in_epoch
 from kasoku.core import InputError
 from kasoku.data import Facts
-from kasoku.distributed import OneBucket, Overlap, Planned, Policy
+from kasoku.distributed import Mean, OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.collectives import flat
 from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
+_MS = 1e3
 _SHOWN = 6  # kinds of steps, in a table
 _SLICES = 20  # of an epoch, in each of which all steps are alike
 _FEW = 16  # images that share BatchNorm statistics: fewer get a remark
@@ -89,16 +90,16 @@ class Scenario:
 
         return [(step if kind == plain else simulated(*kind), count) for kind, count in counts.items()]
 
-    def described(self, step: SimulatedStep) -> dict[str, str]:
-        """A row of a table about steps that are not all alike; empty if they are."""
+    def described(self, step: SimulatedStep) -> str:
+        """The kinds of steps that are not all alike; empty if they are."""
         kinds = [
             f"{count:,.0f} of {own.images:,} images"
             + (f" at {own.pixels:.0%} of their pixels" if own.pixels < 1 else "")
             + (", synchronous" if step.inputs.asynchronous and not own.inputs.asynchronous else "")
-            + f": {1e3 * own.step_s:.2f} ms"
+            + f": {_MS * own.step_s:.2f} ms"
             for own, count in self.steps(step)
         ]
-        return {"steps": "; ".join(kinds[:_SHOWN]) + ("; ..." if len(kinds) > _SHOWN else "")} if kinds[1:] else {}
+        return "; ".join(kinds[:_SHOWN]) + ("; ..." if len(kinds) > _SHOWN else "") if kinds[1:] else ""
 
     def rows(self, step: SimulatedStep) -> dict[str, float]:
         """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
@@ -140,6 +141,28 @@ class Scenario:
             "usd": self.usd(step, training_s),
         }
 
+    def table(self, step: SimulatedStep, document: Mapping[str, Any]) -> dict[str, str]:
+        """The rows of a printed table; `document`: the figures of this step."""
+        inputs, pace = step.inputs, step.inputs.asynchronous if step.gpus > 1 else None
+        device, reducer = self.simulator.cluster.device, self.simulator.sharing.reducer
+        nodes, free = self.simulator.cluster.nodes_for(step.gpus), pace and pace.max_staleness is None
+        exchanged = "exchanges" if pace else "all-reduces"
+        price = f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price"
+        rows = {
+            "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes, {step.images / step.gpus:g} images each",
+            "step": f"{_MS * step.step_s:.2f} ms",
+            "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
+            "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
+            "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {exchanged}",
+            "groups": f"{len(inputs.plan.buckets)} ({inputs.plan.policy}); the largest by {inputs.choice()}",
+            "reducer": str(reducer) if step.gpus > 1 and reducer != Mean() else "",
+            "steps": self.described(step),
+            "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
+            "training": f"{document['training_s']:,.1f} s for {self.recipe.epochs:g} epochs; {price}",
+            "source": device.source or "the cluster's file",
+        }
+        return {name: text for name, text in rows.items() if text}
+
     def usd(self, step: SimulatedStep, seconds: float) -> float:
         """The rent of a step's GPUs for this time; 0 if the price is unknown."""
         return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
@@ -153,7 +176,7 @@ class Scenario:
         if step.inputs.asynchronous and step.gpus > 1:
             lines.append("Asynchronous: only links are simulated, not the owners' additions or copies to a host")
         if step.norms_s:
-            waits = f"BatchNorms wait for all ranks, {1e3 * step.norms_s:.2f} ms of the exposed communication"
+            waits = f"BatchNorms wait for all ranks, {_MS * step.norms_s:.2f} ms of the exposed communication"
             lines.append(f"norm_batch={recipe.norm_batch} is more than a rank has at once: {waits}")
         if not profile and precision not in ("auto", "fp16", gpu.precision):
             lines.append(f"precision = {precision}: {gpu.name} was measured in {gpu.precision}; a profile is surer")
