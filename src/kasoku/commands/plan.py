@@ -89,8 +89,8 @@ def _rows(chosen: Choice, document: Mapping[str, Any]) -> dict[str, str]:
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs",
         **case.table(chosen.step, document),
-        "ranges": f"{chosen.seconds * LEAST:,.1f} to {chosen.late_s:,.1f} s{price}: {LEAST} to {MOST} times, what the "
-        "steps of three published runs of ResNet-50 took of those simulated; how epochs scatter is not known",
+        "ranges": f"{chosen.seconds * LEAST:,.1f} to {chosen.seconds * MOST:,.1f} s{price}: {LEAST} to {MOST} times, "
+        "what the steps of three published runs of ResNet-50 took of those simulated; how epochs scatter is not known",
     }
 
 
@@ -99,7 +99,7 @@ def _write(chosen: Choice, folder: Path, original: Path, figures: Mapping[str, A
     expected = {**figures, "least": LEAST, "most": MOST, "import_folders": trust.import_folders(original)}
     file = folder / f"{original.stem}.toml"
     nodes = chosen.scenario.simulator.cluster.nodes_for(chosen.step.gpus)
-    minutes = max(10, round(2 * chosen.late_s / 60))  # twice the longest expected time
+    minutes = max(10, round(2 * chosen.seconds * MOST / 60))  # twice the longest expected time
     limit = f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
     plain = re.sub(r"[^a-z0-9]+", "-", original.stem.lower()).strip("-")
     name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter

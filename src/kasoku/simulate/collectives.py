@@ -27,7 +27,6 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from kasoku.core import InputError
 from kasoku.distributed import Hierarchical, Mean, Reducer, Wire
@@ -197,17 +196,13 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
     each, high = gpus // nodes, gpus // width
     ranks = np.arange(gpus)
 
-    def members(size: int) -> npt.NDArray[np.intp]:
-        """[i, k]: the GPUs at place k of a row in the i-th group of `size` consecutive GPUs."""
-        count = -(-gpus // size)
-        return np.bincount(ranks // size * width + ranks % width, minlength=count * width).reshape(-1, width)
-
     def outgoing(size: int) -> float:
-        """The bytes that the busiest group of `size` GPUs sends to other groups, for each byte of a rank."""
-        inside = members(size)
+        """The bytes that the busiest group of `size` consecutive GPUs sends to others, for each byte of a rank."""
+        places = ranks // size * width + ranks % width  # of a GPU: its group, and its place in its row
+        inside = np.bincount(places, minlength=-(-gpus // size) * width).reshape(-1, width)
         return float((inside * (high - inside)).sum(1).max()) / high
 
-    busiest_s = [float(members(each).max() - 1) / high / (1e9 * node.port_gb_s) if each > 1 else 0.0]
+    busiest_s = [(-(-each // width) - 1) / high / (1e9 * node.port_gb_s) if each > 1 else 0.0]
     if nodes > 1:
         busiest_s.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
     if racks and racks.uplink_gb_s:  # the last rack may not be full

@@ -33,11 +33,6 @@ class Choice:
     seconds: float
     usd: float
 
-    @property
-    def late_s(self) -> float:
-        """The training if its steps are slower than simulated by the largest error that was measured."""
-        return self.seconds * MOST
-
 
 def choice(base: Scenario, gpus: int) -> Choice:
     """Simulates the recipe on a number of GPUs."""
@@ -119,9 +114,9 @@ def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choic
     """
     fastest = min(tried, key=lambda c: c.seconds)
     if deadline_s:
-        in_time = [c for c in tried if c.late_s <= deadline_s]
+        in_time = [c for c in tried if c.seconds * MOST <= deadline_s]
         if not in_time:
-            takes = f"{fastest.seconds:,.0f} s, or {fastest.late_s:,.0f} s at worst, on {fastest.step.gpus:,} GPUs"
+            takes = f"{fastest.seconds:,.0f} s, at worst {fastest.seconds * MOST:,.0f} s, on {fastest.step.gpus:,} GPUs"
             raise InputError(f"deadline of {deadline_s:,.0f} s: the fastest plan takes {takes}")
         return min(in_time, key=lambda c: (c.usd or c.seconds * c.step.gpus, c.seconds))
     if budget_usd:
