@@ -1,4 +1,4 @@
-"""kasoku plan: what it chooses, that what it writes runs, and a run held against what was expected."""
+"""kasoku plan: what it chooses, that what it writes runs, and that it trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from helpers.inspected import remember_networks
 from kasoku.cli import main
-from kasoku.config.recipe import dumps, load
+from kasoku.config.recipe import load
 from kasoku.distributed import Asynchronous, Graded, Hierarchical, Mean, Overlap, PerLayer, Planned, Reducer, Wire
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -281,53 +281,18 @@ def test_a_plan_never_takes_the_place_of_its_own_recipe(
     assert "holds a run" in capsys.readouterr().err
 
 
-def test_a_run_of_another_size_than_planned_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "environment.json").write_text("{}")
-    (run / "recipe.toml").write_text(dumps(load(DIGITS, ["batch=64"])))
-    (run / "ledger.json").write_text('{"rows": {}, "ranks": [0, 1]}')
-    (run / "result.json").write_text("{}")
-    plan = {"gpus": 2, "batch": 64, "images_per_s": 100.0, "rows": {"forward": 1.0}}
-    for other, said in (({"gpus": 8}, "2 ranks and batch=64, the plan is of 8"), ({"rows": 3}, "plan anew")):
-        (run / "plan.json").write_text(json.dumps({**plan, **other}))
-        assert main(["plan", "--compare", str(run)]) == 2
-        assert said in capsys.readouterr().err
-    (run / "plan.json").write_text(json.dumps(plan))
-    (run / "ledger.json").write_text('{"rows": {"forward": "long"}}')
-    assert main(["plan", "--compare", str(run)]) == 2
-    assert "ledger.json: it has no rows of seconds: train anew" in capsys.readouterr().err
-    took = ("import", "model", "rendezvous", "tuning", "compile", "update", "copy")
-    rows = {row: 2.0**i for i, row in enumerate(took)}
-    (run / "ledger.json").write_text(json.dumps({"rows": rows, "ranks": [0, 1]}))
-    assert main(["plan", "--compare", str(run)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"before the first step\W+0.00 s expected, 31.00 s taken", shown)
-    assert re.search(r"in all\W+1.00 s expected, 127.00 s taken", shown)
-
-
-def test_what_is_planned_trains_and_is_held_against_what_it_took(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_planned_trains_and_its_items_are_those_of_the_ledger(tmp_path: Path) -> None:
     (tmp_path / "desk.toml").write_text(DESK.replace("nodes = 4", "nodes = 1").replace("gpus = 2", "gpus = 1"))
     options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "epochs=1", "--set", "schedule.warmup=0"]
     plan = planned(tmp_path / "p", DIGITS, *options)
     run = tmp_path / "run"
     recipe = str(tmp_path / "p" / DIGITS.name)
-    command = ["train", recipe, "--quiet", "--out", str(run), "--set", "device.threads=1"]
-    monkeypatch.setattr(sys, "argv", ["kasoku", *command])  # its environment.json keeps the command
-    assert main(command) == 0
-    capsys.readouterr()
-    assert main(["plan", "--compare", str(run)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    assert main(["train", recipe, "--quiet", "--out", str(run), "--set", "device.threads=1"]) == 0
     took = json.loads((run / "ledger.json").read_text())["rows"]
-    computing = took["forward"] + took["backward"] + took["update"]
     rows = plan["rows"]
     assert isinstance(rows, dict)
-    error = (rows["forward"] + rows["backward"]) / computing - 1
-    assert f"{error:+.1%}" in shown
-    assert "exposed communication" in shown
-    assert "in all" in shown
+    assert {"forward", "backward", "exposed", "evaluate"} <= rows.keys()
+    assert {"forward", "backward", "evaluate"} <= took.keys()
 
 
 @pytest.mark.parametrize(
@@ -347,14 +312,6 @@ def test_what_cannot_be_planned_is_one_clear_line(
     assert main(["plan", str(POINTS), *given, *options]) == 2
     assert said in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "p").exists()
-
-
-def test_a_run_that_nobody_planned_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--compare", str(tmp_path)]) == 2
-    assert "no plan.json there" in capsys.readouterr().err
-    (tmp_path / "environment.json").write_text('{"command": ["kasoku", "train", "nowhere/a.toml"]}')
-    assert main(["plan", "--compare", str(tmp_path)]) == 2
-    assert "no plan.json there" in capsys.readouterr().err
 
 
 def test_groups_for_plain_ddp_are_printed_and_hold_all_gradients(

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from kasoku.config.ranks import can_share
-from kasoku.config.recipe import Recipe, batches_of_points, load, read_document
+from kasoku.config.recipe import Recipe
 from kasoku.config.updates import growth, updates
 from kasoku.core import InputError
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
@@ -39,14 +38,6 @@ def choice(base: Scenario, gpus: int) -> Choice:
     step = base.step(gpus)
     seconds = sum(base.rows(step).values())
     return Choice(base, step, seconds, base.usd(step, seconds))
-
-
-def candidates(file: Path, settings: Sequence[str]) -> list[Recipe]:
-    """The recipe at each batch of its points; or at its own, without points or with a setting (`path=value`) of it."""
-    batches = batches_of_points(read_document(file, settings))
-    if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
-        return [load(file, settings)]
-    return [load(file, [*settings, f"batch={batch}"]) for batch in batches]
 
 
 def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str] = ()) -> list[Choice]:
