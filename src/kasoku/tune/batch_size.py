@@ -76,7 +76,7 @@ def tune_batch_size(
     if least < 0 or most < 0 or multiple < 0:
         raise InputError(f"least={least}, most={most}, multiple={multiple}: images, or 0 to choose by the job")
     job.drain()
-    with undisturbed(job):
+    with undisturbed():
         result = _search(job, strategy, budget_s, (least, most, multiple))
     free_memory()  # of the copies
     return replace(result, strategy=type(strategy).__name__, budget_s=budget_s)

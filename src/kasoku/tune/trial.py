@@ -133,12 +133,9 @@ class Sandbox:
 
 
 @contextmanager
-def undisturbed(job: Job) -> Iterator[None]:
-    """Restores random states, and what the job's loader has skipped, after the body."""
-    skipped = getattr(job.plain_loader, "skipped", None)
+def undisturbed() -> Iterator[None]:
+    """Restores random states after the body."""
     with ExitStack() as stack:
-        if skipped:
-            stack.callback(vars(skipped).update, copy.deepcopy(vars(skipped)))
         if torch.backends.mps.is_available():
             stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
         stack.callback(np.random.set_state, np.random.get_state())
