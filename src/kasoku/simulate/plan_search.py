@@ -85,17 +85,22 @@ def _has_groups(base: Scenario) -> bool:
     return not (base.recipe.device.graphs or base.simulator.sharing.asynchronous)
 
 
-def _by_nodes(plain: Choice) -> Choice:
-    """The choice with gradients averaged first within nodes, by Hierarchical, if that is fast enough.
+def _if_faster(plain: Choice, **changes: Any) -> Choice:
+    """The choice with other settings of Sharing, if the planner may choose groups and that is fast enough."""
+    base = plain.scenario
+    if not _has_groups(base):
+        return plain
+    other = choice(base.with_sharing(replace(base.simulator.sharing, **changes)), plain.step.gpus)
+    return other if other.step.step_s < _WORTH * plain.step.step_s else plain
 
-    Between nodes the recipe's own reducer averages.
-    """
-    base, shared = plain.scenario, plain.scenario.simulator.sharing
-    if not _has_groups(base) or plain.step.gpus <= base.simulator.cluster.node.gpus:
+
+def _by_nodes(plain: Choice) -> Choice:
+    """The choice with gradients averaged first within nodes, between which the recipe's own reducer averages."""
+    simulator = plain.scenario.simulator
+    if plain.step.gpus <= simulator.cluster.node.gpus:
         return plain
     # a node has as many ranks as a launcher starts on a machine
-    by_nodes = choice(base.with_sharing(replace(shared, reducer=Hierarchical(0, shared.reducer))), plain.step.gpus)
-    return by_nodes if by_nodes.step.step_s < _WORTH * plain.step.step_s else plain
+    return _if_faster(plain, reducer=Hierarchical(0, simulator.sharing.reducer))
 
 
 def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choice:
@@ -123,13 +128,7 @@ def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choic
 
 def with_searched_groups(graded: Choice) -> Choice:
     """The choice with searched groups, if they are fast enough."""
-    base = graded.scenario
-    if not _has_groups(base):
-        return graded
-    late = sharing(base.recipe).next_forward
-    planned = replace(base.simulator.sharing, policy=Planned(), next_forward=late)
-    searched = choice(base.with_sharing(planned), graded.step.gpus)
-    return searched if searched.step.step_s < _WORTH * graded.step.step_s else graded
+    return _if_faster(graded, policy=Planned(), next_forward=sharing(graded.scenario.recipe).next_forward)
 
 
 def planned_recipe(chosen: Choice) -> Recipe:
