@@ -147,6 +147,7 @@ class Scenario:
         device, reducer = self.simulator.cluster.device, self.simulator.sharing.reducer
         nodes, free = self.simulator.cluster.nodes_for(step.gpus), pace and pace.max_staleness is None
         exchanged = "exchanges" if pace else "all-reduces"
+        algorithm = inputs.link.choice(max(inputs.sizes(), default=0.0))
         price = f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price"
         rows = {
             "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes, {step.images / step.gpus:g} images each",
@@ -154,7 +155,7 @@ class Scenario:
             "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
             "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
             "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {exchanged}",
-            "groups": f"{len(inputs.plan.buckets)} ({inputs.plan.policy}); the largest by {inputs.choice()}",
+            "groups": f"{len(inputs.plan.buckets)} ({inputs.plan.policy}); the largest by {algorithm}",
             "reducer": str(reducer) if step.gpus > 1 and reducer != Mean() else "",
             "steps": self.described(step),
             "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",

@@ -88,7 +88,7 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         if trial is None:
             kind = SharedInputError if job.comm.rank == 0 else ReportedElsewhereError
             raise kind("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
-        stack.enter_context(closing(trial.sandbox))
+        stack.enter_context(closing(trial.sandbox.loader))
         if any(technique.compiles_model for technique in job.applied):
             # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
             stack.enter_context(recompile_limit(_COMPILED_FORMS))

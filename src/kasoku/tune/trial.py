@@ -108,10 +108,6 @@ class Sandbox:
         self.optimizer = _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
         self.steps = 0
 
-    def close(self) -> None:
-        """Ends the threads that decode for the copy."""
-        self.loader.close()
-
     def at(self, batch: int) -> Job:
         """A job for steps of `batch` images over all ranks; the caller closes it."""
         share = min(1.0, (self.steps + 1) / _RAMP) * min(1.0, batch / self.start)
