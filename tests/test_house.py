@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2070,
     "tracking": 255,
     "config": 1510,
-    "tune": 1535,
-    "simulate": 1515,
+    "tune": 1525,
+    "simulate": 1400,
     "report": 2645,
     "training": 2460,
-    "commands": 2060,
+    "commands": 1940,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

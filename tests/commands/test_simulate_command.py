@@ -76,7 +76,7 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path
     slow = tmp_path / "slow.toml"
     slow.write_text('name = "slow"\nnodes = 64\ngpu = "a100"\n[node]\ngpus = 8\nport_gb_s = 240.0\nnic_gb_s = 1.0\n')
     changes = ["node.nic_gb_s=4", "latency=0.5"]
-    options = ["--cluster", str(slow), "--gpus", "512", "--batch", "25600", "--set", "norm_batch=50"]
+    options = ["--cluster", str(slow), "--gpus", "512", "--set", "batch=25600", "--set", "norm_batch=50"]
     given = [option for change in changes for option in ("--what-if", change)]
     found = simulated(tmp_path / "s", *options, "--sweep", "gpus=1:512")
     other = simulated(tmp_path / "t", *options, *given, "--sweep", "gpus=1:512")
@@ -125,7 +125,7 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
             "batch=1310720 in epoch 30: at most 1281167 images",
         ),
         (["--cluster", "abci", "--gpus", "10"], "take 1 to 4, or a multiple of 4"),
-        (["--cluster", "abci", "--gpus", "2048", "--batch", "1000", "--set", "norm_batch=0"], "batch=1000"),
+        (["--cluster", "abci", "--gpus", "2048", "--set", "batch=1000", "--set", "norm_batch=0"], "batch=1000"),
         (["--cluster", "nowhere"], "one of abci, dgx-a100, dgx-h100, dgx1-v100, mn2, tsubame25, or a file"),
         (["--cluster", "abci", "--what-if", "speed=2"], "speed: no such key"),
         (["--cluster", "abci", "--sweep", "gpus=1:9999"], "abci has 4,352 GPUs"),
@@ -198,13 +198,13 @@ def test_a_profile_gives_the_times_and_that_of_another_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks, given = profiled(tmp_path)
-    found = simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
+    found = simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--set", "batch=320", *given)
     each = 3 * (1e-4 + 1e-5 * 40) * len(blocks)  # forward and backward of a block at 40 images
     assert found["compute_s"] == pytest.approx(each, rel=1e-9)
     for parts, n, update_s in ((4, 32, 0.002), (1, 64, 0.004)):
         ledger = {"step_s": {"update": update_s}, "facts": {"batch": n // parts, "parts": parts}}
         (tmp_path / f"b{n}" / "ledger.json").write_text(json.dumps(ledger))
-    updated = simulated(tmp_path / "u", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
+    updated = simulated(tmp_path / "u", "--cluster", "dgx-a100", "--gpus", "8", "--set", "batch=320", *given)
     assert updated["compute_s"] == pytest.approx(each + 0.003, rel=1e-9)
     options = ["--cluster", "dgx-a100", "--gpus", "8", *given]
     facts = '"facts": {"batch": 32}'
@@ -229,9 +229,9 @@ def test_a_profile_is_extrapolated_or_refused_beyond_its_batches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks, given = profiled(tmp_path)
-    simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
+    simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--set", "batch=320", *given)
     assert "profile's times" not in capsys.readouterr().err
-    options = ["--cluster", "dgx-a100", "--gpus", "8", "--batch", "1280", "--set", "norm_batch=160", *given]
+    options = ["--cluster", "dgx-a100", "--gpus", "8", "--set", "batch=1280", "--set", "norm_batch=160", *given]
     simulated(tmp_path / "t", *options)
     assert "160 images a A100: the profile's times are from 32 to 64" in capsys.readouterr().err
     whole = {"name": "layer1", "forward_s": 1e-3, "backward_s": 1e-3}
@@ -254,7 +254,7 @@ def test_a_profile_is_extrapolated_or_refused_beyond_its_batches(
 def test_what_these_times_are_not_of_is_told(
     settings: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--cluster", "dgx-a100", "--gpus", "8", "--batch", "320"]
+    options = ["--cluster", "dgx-a100", "--gpus", "8", "--set", "batch=320"]
     simulated(tmp_path / "plain", *options)
     assert said not in capsys.readouterr().err
     simulated(tmp_path / "s", *options, *[word for setting in settings for word in ("--set", setting)])
@@ -284,7 +284,7 @@ def test_of_a_graph_all_gradients_are_sent_after_backward(buckets: str, groups: 
 
 
 def test_a_share_in_parts_is_held_against_one_in_as_many_parts(tmp_path: Path) -> None:
-    options = ["--cluster", "dgx-a100", "--batch", "320", "--set", "norm_batch=40", "--sweep", "gpus=1:8"]
+    options = ["--cluster", "dgx-a100", "--set", "batch=320", "--set", "norm_batch=40", "--sweep", "gpus=1:8"]
     found = simulated(tmp_path / "s", *options, "--gpus", "1")  # in 8 parts
     assert found["efficiency"] == pytest.approx(1.0, rel=1e-9)
     sweep = found["sweep"]
@@ -300,25 +300,25 @@ def test_a_sweep_leaves_out_what_does_not_fill_the_nodes_of_a_reducer(
 ) -> None:
     own = "{use='kasoku.distributed.Overlap', buckets={use='kasoku.distributed.Graded'}, reducer=REDUCER}"
     wide = own.replace("REDUCER", "{use='kasoku.distributed.Hierarchical', node=16}")
-    options = ["--cluster", "dgx-a100", "--gpus", "32", "--batch", "1280", "--set", f"techniques=[{wide}]"]
+    options = ["--cluster", "dgx-a100", "--gpus", "32", "--set", "batch=1280", "--set", f"techniques=[{wide}]"]
     sweep = simulated(tmp_path / "s", *options, "--sweep", "gpus=1:64")["sweep"]
     assert isinstance(sweep, dict)
     for points in sweep["points"].values():
         assert [n for n, *_ in points] == [1, 16, 32, 48, 64]
     assert "the largest by hierarchical in rows of 16" in " ".join(capsys.readouterr().out.replace("│", " ").split())
-    options[3:6] = ["24", "--batch", "960"]
+    options[3:6] = ["24", "--set", "batch=960"]
     assert main(["simulate", str(RECORD), *options]) == 2
     assert "24 GPUs in nodes of 16: the nodes must be equal in size" in capsys.readouterr().err
 
 
 def test_few_images_for_batch_norm_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--cluster", "dgx-a100", "--gpus", "8", "--set", "norm_batch=0"]
-    simulated(tmp_path / "one", *options, "--batch", "8")
+    simulated(tmp_path / "one", *options, "--set", "batch=8")
     assert "BatchNorm over 1 image at once" in (line := capsys.readouterr().err)
     assert "take a larger norm_batch or batch, a smaller accumulate, or fewer GPUs\n" in line
-    simulated(tmp_path / "few", *options, "--batch", "64")
+    simulated(tmp_path / "few", *options, "--set", "batch=64")
     assert "BatchNorm over 8 images at once" in capsys.readouterr().err
-    simulated(tmp_path / "enough", *options, "--batch", "128")
+    simulated(tmp_path / "enough", *options, "--set", "batch=128")
     assert "BatchNorm" not in capsys.readouterr().err
 
 

@@ -266,7 +266,6 @@ class SimulateArguments(RecipeArguments, JsonArguments):
 
     cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
     gpus: int | None = option(metavar="N", help="how many (default: all of a node)")
-    batch: int | None = option(metavar="B", help="of the recipe, over all GPUs (default: the recipe's)")
     profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
     sweep: str = option(default="", metavar="gpus=A:B", help="draw scaling curves")
     what_if: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="of the cluster, as latency=0.5")

@@ -22,8 +22,7 @@ from kasoku.training.run_folder import output_folder
 
 def run(arguments: SimulateArguments) -> int:
     """Simulates; returns the exit code."""
-    batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
-    recipe, cluster = arguments.load(*batch), load_cluster(arguments.cluster, arguments.what_if)
+    recipe, cluster = arguments.load(), load_cluster(arguments.cluster, arguments.what_if)
     case = scenario(recipe, cluster, profiles=arguments.profile)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
     ends = re.fullmatch(r"gpus=(\d+):(\d+)", arguments.sweep)
