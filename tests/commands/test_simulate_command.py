@@ -67,7 +67,7 @@ def test_a_step_on_2048_gpus_is_itemised_and_drawn(tmp_path: Path, capsys: pytes
     assert '"transfer"' in page
     assert "layer4.2.conv3" in page
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "2,048 V100 in 512 nodes, 40 images each" in shown
+    assert "2,048 V100, 40 images each" in shown
     assert "price: AWS, p3.16xlarge on demand" in shown
     assert "exposed communication" in shown
 

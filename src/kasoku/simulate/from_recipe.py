@@ -144,13 +144,14 @@ class Scenario:
     def table(self, step: SimulatedStep, document: Mapping[str, Any]) -> dict[str, str]:
         """The rows of a printed table; `document`: the figures of this step."""
         inputs, pace = step.inputs, step.inputs.asynchronous if step.gpus > 1 else None
-        device, reducer = self.simulator.cluster.device, self.simulator.sharing.reducer
-        nodes, free = self.simulator.cluster.nodes_for(step.gpus), pace and pace.max_staleness is None
+        cluster, reducer = self.simulator.cluster, self.simulator.sharing.reducer
+        device, free = cluster.device, pace and pace.max_staleness is None
         exchanged = "exchanges" if pace else "all-reduces"
         algorithm = inputs.link.choice(max(inputs.sizes(), default=0.0))
         price = f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price"
         rows = {
-            "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes, {step.images / step.gpus:g} images each",
+            "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
+            "nodes": f"{cluster.nodes_for(step.gpus):,}",
             "step": f"{_MS * step.step_s:.2f} ms",
             "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
             "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
