@@ -88,12 +88,10 @@ def _write(chosen: Choice, folder: Path, original: Path, figures: Mapping[str, A
     file = folder / f"{original.stem}.toml"
     nodes = chosen.scenario.simulator.cluster.nodes_for(chosen.step.gpus)
     minutes = max(10, round(2 * chosen.seconds * MOST / 60))  # twice the longest expected time
-    limit = f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
-    plain = re.sub(r"[^a-z0-9]+", "-", original.stem.lower()).strip("-")
-    name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
+    name = re.sub(r"[^a-z0-9]+", "-", f"kasoku-{original.stem.lower()}")[:63].strip("-")
     each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
     spec = LaunchSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus, extra=trust.allow_options())
-    script = sbatch(spec, time=limit, cpus_per_gpu=CPUS_PER_GPU)
+    script = sbatch(spec, time=str(minutes), cpus_per_gpu=CPUS_PER_GPU)
     text = dumps(planned_recipe(chosen))  # raises before anything is written
     write_text(file, text)
     write_text(folder / "launch.sbatch", script)

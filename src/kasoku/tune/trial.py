@@ -97,7 +97,6 @@ class Sandbox:
     def renew(self) -> None:
         """Restores the job's weights and state, in the same memory. All jobs from `at` must be closed."""
         job = self.job
-        job.drain()
         self.optimizer.state.clear()  # frees its memory first
         memo: dict[int, Any] = {}
         whole, twins = ([*model.parameters(), *model.buffers()] for model in (job.model, self.model))
