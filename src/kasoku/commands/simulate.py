@@ -40,8 +40,8 @@ def run(arguments: SimulateArguments) -> int:
         parts = case.recipe.parts(step.gpus)
         alone = {name: steps[0].images_per_s / steps[0].gpus for name, steps in lines.items()}
         speedups = {name: [[s.gpus, s.images_per_s / alone[name]] for s in steps] for name, steps in lines.items()}
-        drawn = {"points": points, "speedups": speedups}
-        document["sweep"] = {"images_a_gpu": case.images_each(step), "parts": parts, **drawn}
+        each = case.images_each(step)
+        document["sweep"] = {"images_a_gpu": each, "parts": parts, "points": points, "speedups": speedups}
     folder = output_folder(arguments.out, arguments.recipe, "simulated")
     write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
     files = ["simulation.json"]
@@ -54,7 +54,7 @@ def run(arguments: SimulateArguments) -> int:
             rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
             shares = {name: [(n, speedup / n) for n, speedup in line] for name, line in speedups.items()}
             panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
-            title = f"{cluster.name}, {document['sweep']['images_a_gpu']} images a GPU"
+            title = f"{cluster.name}, {each} images a GPU"
             title += f" in {parts} parts" if parts > 1 else ""
             draw(folder / "sweep.html", title, panels, x_label="GPUs", x_log=True)
             files.append("sweep.html")

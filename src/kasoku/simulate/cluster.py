@@ -190,10 +190,7 @@ def shipped(kind: str) -> list[str]:
 
 
 def load(name: str, settings: Sequence[str] = ()) -> Cluster:
-    """A shipped cluster, or one from a file, with `path=value` over it and after its name.
-
-    Raises InputError for what it cannot have.
-    """
+    """A shipped cluster, or one from a file, with `path=value` over it. Raises InputError for what it cannot have."""
     path = _HERE / "clusters" / f"{name}.toml" if name in shipped("clusters") else Path(name)
     if path.suffix != ".toml":
         raise InputError(f"cluster {name}: one of {', '.join(shipped('clusters'))}, or a file that ends in .toml")
