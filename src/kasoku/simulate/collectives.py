@@ -107,15 +107,14 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer = _MEAN) -> Fastest:
     Hierarchical of one of them. Raises InputError for a reducer that is not simulated, and for GPUs that do not fill
     their nodes.
     """
-    nodes, alike, row = cluster.nodes_for(gpus), flat(reducer), 1
+    nodes, wire, row = cluster.nodes_for(gpus), isinstance(flat(reducer), Wire), 1
     if gpus == 1:
         return ALONE
     if isinstance(reducer, Hierarchical):  # as its `bind` does
         row = reducer.node or min(gpus, cluster.node.gpus)
         if gpus % row:
             raise InputError(f"Hierarchical: {gpus} GPUs in nodes of {row}: the nodes must be equal in size")
-        alike = _MEAN if row == gpus else alike
-    wire = isinstance(alike, Wire)
+        wire = wire and row < gpus  # within one node Hierarchical is Mean
     if 1 < row < gpus:
         name = "hierarchical" if row == cluster.node.gpus else f"hierarchical in rows of {row}"
         name += f", {_EXCHANGED} across" if wire else ""
