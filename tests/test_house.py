@@ -24,19 +24,19 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2180,
-    "optim": 1115,
-    "models": 885,
-    "device": 585,
+    "optim": 1075,
+    "models": 870,
+    "device": 580,
     "data": 4790,
-    "distributed": 5575,
+    "distributed": 5570,
     "memory": 2070,
     "tracking": 255,
     "config": 1500,
-    "tune": 1535,
-    "simulate": 1515,
+    "tune": 1525,
+    "simulate": 1395,
     "report": 2435,
-    "training": 2460,
-    "commands": 2040,
+    "training": 2425,
+    "commands": 1920,
     "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

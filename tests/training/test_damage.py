@@ -133,7 +133,7 @@ def test_a_changed_share_of_ranks_is_named(run: Path) -> None:
         shares_in(run, Solo(), 64)
 
 
-ALL = [["eval"], ["train", "--quiet", "--resume"], ["report"], ["plan", "--compare"]]
+ALL = [["eval"], ["train", "--quiet", "--resume"], ["report"]]
 
 
 @pytest.mark.parametrize("words", ALL, ids=lambda words: words[0])
