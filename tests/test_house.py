@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1075,
     "models": 870,
     "device": 580,
-    "data": 4790,
+    "data": 4765,
     "distributed": 5570,
     "memory": 2070,
     "tracking": 255,
@@ -37,7 +37,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "report": 2435,
     "training": 2425,
     "commands": 1920,
-    "testing": 625,
+    "testing": 615,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
