@@ -263,7 +263,7 @@ def test_a_run_of_another_version_is_refused_in_one_line(first, digits_run, tmp_
         assert main(command) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
-        assert f"{recipe}: the first line is not \"# format 5 of kasoku's run folders: " in error
+        assert f"{recipe}: the first line is not \"# format 6 of kasoku's run folders: " in error
         assert "another version of kasoku wrote it: evaluate it with that version, or train anew" in error
     with pytest.raises(InputError, match="another version of kasoku wrote it"):
         kasoku.train(kasoku.load_recipe(recipe, ["epochs=5"]), run, resume=True, quiet=True)

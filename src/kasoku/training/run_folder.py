@@ -30,7 +30,7 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
-_FORMAT = "# format 5 of kasoku's run folders: a time below 1 is a share of the training\n"
+_FORMAT = "# format 6 of kasoku's run folders: a time below 1 is a share of the training\n"
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
 _RESULTS = ("model.safetensors", "result.json", "recipe.toml", "metrics.jsonl", "report.html", ENSEMBLE)
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
