@@ -113,16 +113,16 @@ def sums(comm: Comm, reducer: Reducer, count: int, n: int, forgets: bool) -> Ten
     return total
 
 
-def gap(size: int, where: str, *, forgets: bool, count: int = 50, n: int = 2000) -> float:
+def gap(size: int, where: str, reducer: Reducer, *, forgets: bool = False, count: int = 50, n: int = 2000) -> float:
     """How far the sum of what was applied is from the sum of true means, of its norm; gradients never change."""
     true = count * true_mean(size, 0, n)
-    return float((on_ranks(where, size, sums, Wire(), count, n, forgets)[0] - true).norm() / true.norm())
+    return float((on_ranks(where, size, sums, reducer, count, n, forgets)[0] - true).norm() / true.norm())
 
 
 @everywhere
 def test_feedback_gives_later_what_rounding_took(where: str, size: int):
-    assert gap(size, where, forgets=False) < 1e-4
-    assert gap(size, where, forgets=True) > 1.5e-3
+    assert gap(size, where, Wire()) < 1e-4
+    assert gap(size, where, Wire(), forgets=True) > 1.5e-3
 
 
 def ones(comm: Comm, reducer: Reducer) -> float:
@@ -196,7 +196,7 @@ def test_a_matrix_of_low_rank_arrives_whole(where: str, size: int):
 
 
 def test_what_low_rank_holds_back_it_sends_later():
-    after = [gap(2, "threads", LOW, count) for count in (1, 25, 100, 400)]
+    after = [gap(2, "threads", LOW, count=count) for count in (1, 25, 100, 400)]
     assert after == sorted(after, reverse=True)
     assert after[0] > 0.8
     assert after[-1] < 0.1
