@@ -76,7 +76,7 @@ def profile(settings: Settings) -> None:
     with settings.work.computing(cached=False):
         profiler.warm_up()
         plain = profiler.plain(PROFILED)
-        profile = profiler.look(PROFILED, plain, profiler.bounds(plain))
+        profile = profiler.look(PROFILED, plain)
     grads = [p.detach().clone() for p in model.parameters()]
     homes = [torch.empty_like(p) for p in grads]
 

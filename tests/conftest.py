@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests that need more threads set them
@@ -65,10 +66,11 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _reset_trust() -> None:
+def _reset_trust() -> Iterator[None]:
     from kasoku.config import trust
 
-    trust.forget()
+    with trust.only(()):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from kasoku.data import Mix
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, Recalibrate, Replay, VirtualRanks
 from kasoku.memory import SavedMemory
-from kasoku.optim import EMA, Clip, Lookahead, Rate
+from kasoku.optim import EMA, Clip, Rate
 from kasoku.report import Timed
 from kasoku.testing import Row
 from kasoku.testing.toy import ToyBatches as Batches
@@ -47,7 +47,6 @@ ROWS = [
     Row(Clip(norm=0.5), neutral=Clip(norm=float("inf"))),
     Row(Compile(backend="aot_eager"), neutral=Compile(backend="eager"), compiles=False),
     Row(EMA(decay=0.8, every=2), neutral=EMA(decay=0.0, warmup=False)),
-    Row(Lookahead(every=2, decay=0.5), neutral=Lookahead(every=2, decay=0.0)),
     Row(LossScale(start=2.0**140, every=3), neutral=LossScale(start=1024.0, every=2), steps=40),
     Row(Mix(0.1, 0.1), neutral=Mix(0.0, 0.0), tolerance=2e-2, steps=60),  # each rank mixes its own share of a batch
     Row(Overlap(Graded(first=1, power=1.5, least_bytes=1000)), neutral=Overlap()),

@@ -39,7 +39,6 @@ IMPORTANT = {
     ("Clip", "Overlap"),
     ("GrowBatch", "VirtualRanks"),
     ("EMA", "Overlap"),
-    ("EMA", "Lookahead"),
     ("Augment", "Mix"),
     ("Overlap", "Rate"),
 }
@@ -49,7 +48,6 @@ OTHERS = {(row.pop("one"), row.pop("other")): row for row in KNOWN["others"]}
 SILENT = {
     ("EMA", "after_update"),
     ("EMA", "around_evaluation"),
-    ("Lookahead", "after_update"),
     ("LossScale", "patch"),
     ("LossScale", "decide_step"),
     ("Asynchronous", "after_step"),

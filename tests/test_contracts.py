@@ -62,8 +62,8 @@ class TestSources(SourceContracts):
         SourceRow("digits", digits),
         SourceRow("folder", partial(folder, "photos", 16)),
         SourceRow("items", items),
-        SourceRow("pack", partial(shards, "pack", 16), pickles=False),
-        SourceRow("raw pack", partial(shards, "raw", 16), pickles=False),
+        SourceRow("pack", partial(shards, "pack", 16)),
+        SourceRow("raw pack", partial(shards, "raw", 16)),
     )
 
     @pytest.fixture(autouse=True)

@@ -24,20 +24,20 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2205,
-    "optim": 1115,
-    "models": 885,
-    "device": 585,
-    "data": 4820,
-    "distributed": 6315,
+    "optim": 1075,
+    "models": 870,
+    "device": 580,
+    "data": 4790,
+    "distributed": 6310,
     "memory": 2070,
     "tracking": 255,
-    "config": 1540,
-    "tune": 1535,
-    "simulate": 1515,
-    "report": 2645,
-    "training": 2815,
-    "commands": 2075,
-    "testing": 625,
+    "config": 1530,
+    "tune": 1525,
+    "simulate": 1395,
+    "report": 2435,
+    "training": 2780,
+    "commands": 1930,
+    "testing": 615,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

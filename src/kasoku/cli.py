@@ -23,7 +23,7 @@ VERBS = {  # verb: (module of kasoku.commands, help)
     "launch": ("launch", "train on the GPUs of many machines: here, or by Slurm, Kubernetes, Kubeflow, SkyPilot"),
     "tune": ("tune", "find the batch, or the rate, that trains a recipe fastest"),
     "search": ("search", "try settings of a recipe, each in a training of its own (Optuna)"),
-    "profile": ("profile", "where the time of a step goes: blocks, operators, gaps, memory"),
+    "profile": ("profile", "where the time of a step goes: blocks, operators, gaps"),
     "simulate": ("simulate", "time and cost of a recipe on a cluster that is described in a file"),
     "plan": ("plan", "GPUs, batch and groups for a deadline or a budget; a recipe and a script"),
     "reproduce": ("reproduce", "the experiments of a document that kasoku began with, beside what it published"),
@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     from kasoku.distributed.local_launch import attach_to_launcher
 
     arguments = arguments_of(parsed, words, attach_to_launcher() or process_start())
-    trust.allow(getattr(arguments, "allow", ()))
     run: Callable[[CommandArguments], int] = getattr(import_module(parsed.module), parsed.function)
     try:
         imported()
         with (
-            only_json(arguments.document) if isinstance(arguments, JsonArguments) and arguments.json else nullcontext()
+            trust.only(getattr(arguments, "allow", ())),
+            only_json(arguments.document) if isinstance(arguments, JsonArguments) and arguments.json else nullcontext(),
         ):
             return run(arguments)
     except BrokenPipeError:  # the reader of our output has closed it

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,19 +136,6 @@ def test_plan_answers_with_plan_json(plan: dict[str, Any], tmp_path: Path):
     assert_documented("plan", plan, but=("exchange_s",))
     written = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert plan == {"folder": str(tmp_path / "plan"), **written}
-
-
-def test_plan_compare_answers_with_seconds_by_item(
-    answer: Answer, plan: dict[str, Any], digits_run: Path, tmp_path: Path
-):
-    run = shutil.copytree(digits_run, tmp_path / "run")
-    shutil.copy(tmp_path / "plan" / "plan.json", run)
-    found = answer("plan", "--compare", str(run))
-    assert_documented("plan --compare", found)
-    expected, taken = found["seconds"]["in all"]
-    assert expected == pytest.approx(plan["training_s"])
-    assert taken == pytest.approx(json.loads((run / "result.json").read_text())["seconds"], abs=0.1)
-    assert found["images_per_s"][0] == plan["images_per_s"]
 
 
 def test_profile_answers_with_profile_and_ledger(answer: Answer, tmp_path: Path):

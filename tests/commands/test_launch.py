@@ -446,12 +446,6 @@ def test_the_nodes_of_a_sky_task_train_as_written(capsys, tmp_path):
 # ---- local, and what is refused
 
 
-def test_what_is_written_can_go_into_a_file(capsys, tmp_path):
-    file = tmp_path / "job.sh"
-    assert written(capsys, "slurm", str(RECIPE), "--write", str(file)) == ""
-    assert file.read_text() == written(capsys, "slurm", str(RECIPE))
-
-
 @pytest.mark.parametrize("where", ["local", "slurm", *PODS, "skypilot"])
 @pytest.mark.parametrize(
     ("arguments", "pattern"),

@@ -16,7 +16,6 @@ NUMBERS = {"number": 0.001, "integer": 1}  # type: the smallest change that leav
 REQUIRED = {
     "Pretrained": {"weights": "w.pth"},
     "LowResolution": {"side": 8, "until": 1.0},
-    "Lookahead": {"power": 1.0, "epochs": 1.0},
 }
 RECIPE = {
     "model": {"use": "kasoku.models.cnn11"},

@@ -142,7 +142,6 @@ def test_a_recipe_names_modules_beside_it_and_a_run_does_not(
     (own / "ran").unlink()
     del sys.modules["beside"]
     sys.path[:] = path
-    trust.forget()
     shutil.copytree(digits_run, run)  # of another's making: it names a module, and lists a folder that has it
     (run / "recipe.toml").write_text((run / "recipe.toml").read_text().replace("kasoku.models.cifarnet", "beside.mine"))
     (run / "manifest.json").unlink()

@@ -310,14 +310,12 @@ def test_a_server_that_falls_silent_is_given_up(server, cifar_body, tmp_path, mo
 # ---- what is refused
 
 
-def test_an_unknown_name_lists_all_and_names_the_nearest(tmp_path):
-    with pytest.raises(
-        InputError, match="'cifar-10': one of cifar10, cifar100, mnist, fashion-mnist, imagenette; did you mean cifar10"
-    ):
+def test_an_unknown_name_names_the_nearest_or_lists_all(tmp_path):
+    with pytest.raises(InputError, match=r"data set 'cifar-10': did you mean cifar10\?$"):
         download("cifar-10", str(tmp_path))
     with pytest.raises(InputError, match="did you mean fashion-mnist"):
         download("fashion_mnist", str(tmp_path))
-    with pytest.raises(InputError, match=r"'svhn': one of .*imagenette$"):
+    with pytest.raises(InputError, match=r"'svhn': one of cifar10, cifar100, mnist, fashion-mnist, imagenette$"):
         download("svhn", str(tmp_path))
 
 

@@ -27,7 +27,7 @@ from kasoku.data import (
     sample,
 )
 from kasoku.data.augment.basic import stored_side
-from kasoku.data.loading import file_executor, workers
+from kasoku.data.loading import file_executor
 
 VARIED = Augment(flip="alternating", translate=1, cutout=2)
 CROPPED = Augment(flip="random", translate=3, crop="random_resized")
@@ -244,15 +244,15 @@ def test_batches_do_not_depend_on_the_number_of_threads(photos, threads, cache_b
 def counted(monkeypatch):
     """The names of the images that are decoded from now on."""
     seen = []
-    for module, what in ((file_executor, "decode"), (workers, "crop")):
-        real = getattr(module, what)
+    for what in ("decode", "crop"):
+        real = getattr(file_executor, what)
 
         def noted(*a, real=real, **named):
             if isinstance(a[0], bytes):
                 seen.append(named["name"])
             return real(*a, **named)
 
-        monkeypatch.setattr(module, what, noted)
+        monkeypatch.setattr(file_executor, what, noted)
     return seen
 
 

@@ -575,8 +575,8 @@ def test_a_library_that_is_too_old_is_named_with_its_line(hub, monkeypatch, name
 
 class TestSources(SourceContracts):
     rows = (
-        SourceRow("parquet", partial(parquet, "hub", 16), pickles=False),
-        SourceRow("window", lambda: parquet("hub", 16, window_bytes=5 * group_bytes(Path("hub"))), pickles=False),
+        SourceRow("parquet", partial(parquet, "hub", 16)),
+        SourceRow("window", lambda: parquet("hub", 16, window_bytes=5 * group_bytes(Path("hub")))),
     )
 
     @pytest.fixture(autouse=True)

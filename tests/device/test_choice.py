@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kasoku.config.toml import parse, table
-from kasoku.core import InputError
+from kasoku.core import InputError, Job
 from kasoku.core.hardware import computes_bf16, cores
 from kasoku.device import Autocast, ChannelsLast, Compile, Device, LossScale, choose, tune_malloc
+from kasoku.optim import sgd
 
 CPU = torch.device("cpu")
 
@@ -133,11 +134,16 @@ def test_the_table_is_checked_and_comes_back():
     for wrong, line in [
         ({"precision": "bf8"}, 'device.precision = "bf8": one of "auto", "fp32", "bf16", "fp16"'),
         ({"threads": -1}, "device: threads=-1: at least 0 and at most 4,096; 0 takes all cores"),
-        ({"compile": True, "graphs": True}, "device: compile=true with graphs=true: not both; leave one of them out"),
     ]:
         with pytest.raises(InputError) as error:
             parse(Device, wrong, "device")
         assert str(error.value) == line
+
+
+def test_compiled_blocks_and_cuda_graphs_are_refused_together():
+    chosen = choose(Device(kind="cpu", compile=True, graphs=True))
+    with pytest.raises(InputError, match="techniques Compile and Graphs cannot be combined: a block that compiles"):
+        Job(torch.nn.Linear(2, 2), sgd).apply(*chosen.techniques)
 
 
 @pytest.mark.process

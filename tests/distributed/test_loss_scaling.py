@@ -29,7 +29,7 @@ from kasoku.distributed import (
 )
 from kasoku.distributed.counting_comm import Activity, CountingComm
 from kasoku.memory import SavedMemory
-from kasoku.optim import EMA, Clip, Lookahead, Rate
+from kasoku.optim import EMA, Clip, Rate
 
 SCALE = LossScale(1024.0, every=2)
 OVERFLOWS = (1, 4, 5)  # steps in which the gradients of the last rank overflow
@@ -79,7 +79,6 @@ def waiting_and_late(comm: Comm, more: tuple[Technique, ...], accumulate: int) -
     [
         (SCALE,),
         (SCALE, EMA(0.8, every=2)),
-        (SCALE, Lookahead(every=2, decay=0.5)),
         (SCALE, Clip(0.1)),
         (SCALE, Autocast("bf16"), Rate(Linear(epochs=4, warmup=1))),
         (LossScale(1024.0, factor=3.0, every=2),),  # 1 / scale is not exact

@@ -25,7 +25,7 @@ from kasoku.distributed.environment import place, ranks_on_host
 
 LENGTHS = (4096, 3001, 5, 1)
 LOW = LowRank(min_elements=100)
-ALL = [Mean(), Wire(), Wire("fp16"), Wire(feedback=False), LOW, Hierarchical(2), Hierarchical(2, Wire())]
+ALL = [Mean(), Wire(), Wire("fp16"), LOW, Hierarchical(2), Hierarchical(2, Wire())]
 
 
 PROCESSES = pytest.param("processes", marks=pytest.mark.process)
@@ -101,26 +101,28 @@ def test_all_ranks_get_the_same_bits_near_the_mean(where: str, size: int):
             assert bool(near.all()) or unit(reducer, n) == 1, (reducer, n)
 
 
-def sums(comm: Comm, reducer: Reducer, count: int, n: int) -> Tensor:
+def sums(comm: Comm, reducer: Reducer, count: int, n: int, forgets: bool) -> Tensor:
     reduce, total = reducer.bind(comm), torch.zeros(n)
     for _ in range(count):
         x = gradient(comm.rank, 0, n)
         reduce("piece", x).wait()
         total += x
+        if forgets:
+            reduce.load_state_dict({})
     reduce.settle()
     return total
 
 
-def gap(size: int, where: str, reducer: Reducer, count: int = 50, n: int = 2000) -> float:
+def gap(size: int, where: str, reducer: Reducer, *, forgets: bool = False, count: int = 50, n: int = 2000) -> float:
     """How far the sum of what was applied is from the sum of true means, of its norm; gradients never change."""
     true = count * true_mean(size, 0, n)
-    return float((on_ranks(where, size, sums, reducer, count, n)[0] - true).norm() / true.norm())
+    return float((on_ranks(where, size, sums, reducer, count, n, forgets)[0] - true).norm() / true.norm())
 
 
 @everywhere
 def test_feedback_gives_later_what_rounding_took(where: str, size: int):
     assert gap(size, where, Wire()) < 1e-4
-    assert gap(size, where, Wire(feedback=False)) > 1.5e-3
+    assert gap(size, where, Wire(), forgets=True) > 1.5e-3
 
 
 def ones(comm: Comm, reducer: Reducer) -> float:
@@ -165,8 +167,7 @@ def test_fp16_sums_stay_in_range():
         reducer.bind(comm)("x", x).wait()
         return float(x[0])
 
-    for reducer in (Wire("fp16"), Wire("fp16", feedback=False)):
-        assert on_ranks("threads", 4, large, reducer) == [60_000.0] * 4
+    assert on_ranks("threads", 4, large, Wire("fp16")) == [60_000.0] * 4
 
 
 def low_rank(rank: int, step: int, n: int, of_rank: int) -> Tensor:
@@ -195,7 +196,7 @@ def test_a_matrix_of_low_rank_arrives_whole(where: str, size: int):
 
 
 def test_what_low_rank_holds_back_it_sends_later():
-    after = [gap(2, "threads", LOW, count) for count in (1, 25, 100, 400)]
+    after = [gap(2, "threads", LOW, count=count) for count in (1, 25, 100, 400)]
     assert after == sorted(after, reverse=True)
     assert after[0] > 0.8
     assert after[-1] < 0.1

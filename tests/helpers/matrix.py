@@ -153,9 +153,7 @@ STACKS = {
     "[001]: nodes that do not wait": stack("Asynchronous", "Overlap", "VirtualRanks", "EMA", "Rate", "Autocast"),
     "[003]: short of memory": stack("SavedMemory", "Overlap", "VirtualRanks", "Rate"),
     "compiled, clipped and short of memory": stack("Compile", "Clip", "SavedMemory", "Overlap", "EMA"),
-    "small images in seconds": stack(
-        "Augment", "Seeded", "ChannelsLast", "Rate", "Lookahead", "Overlap", "VirtualRanks"
-    ),
+    "small images in seconds": stack("Augment", "Seeded", "ChannelsLast", "Rate", "EMA", "Overlap", "VirtualRanks"),
     "photos of your own": stack("Pretrained", "Augment", "Transforms", "Mix", "Rate", "EMA", "Seeded", "Overlap"),
     "fewer pixels, then larger batches": stack(
         "LowResolution", "GrowBatch", "Rate", "VirtualRanks", "Recalibrate", "Overlap", "Timed"
@@ -195,24 +193,15 @@ def watch_before(record: Record) -> None:
 def watch_after(record: Record) -> None:
     """Hooks that come after those of all techniques."""
     job = record.job
-    kept = {name: job.kept(name) for name in ("overlap", "lookahead") if kept_by(job, name)}
-    names = {p: name for name, p in job.model.named_parameters()}
-    count = count_collectives(job, getattr(kept.get("overlap"), "comm", job.step_comm))
-
-    def updated(params: Sequence[Tensor]) -> None:
-        if average := kept.get("lookahead"):
-            for name in [names[p] for p in params if average.updates.get(names[p], 0) > average.every]:
-                # In its first round an average equals the weights in any case.
-                if torch.equal(average.averages[name], average.params[name]):
-                    record.written_back.add(name)
+    overlap = job.kept("overlap") if kept_by(job, "overlap") else None
+    count = count_collectives(job, getattr(overlap, "comm", job.step_comm))
 
     def stepped() -> None:
         record.rates.append((job.progress, job.hyper()[0]["lr"]))
         record.collectives.append(count.pop("mean", 0))
-        buckets = getattr(getattr(kept.get("overlap"), "layout", None), "buckets", ())
+        buckets = getattr(getattr(overlap, "layout", None), "buckets", ())
         record.late.append(any(bucket.pending for bucket in buckets))
 
-    job.after_update(updated)
     job.after_step(stepped)
 
 

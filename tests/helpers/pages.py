@@ -27,7 +27,6 @@ from unittest import mock
 
 from helpers.forked import rank
 from kasoku.cli import main
-from kasoku.config import trust
 from kasoku.distributed import local_launch
 
 ROOT = Path(__file__).parent.parent.parent
@@ -169,7 +168,6 @@ class Reader:
     def _kasoku(self, words: list[str]) -> int:
         """The command in this process, and its ranks in forked ones, which saves the 3 s of each one's imports."""
         expanded = [name for word in words for name in (sorted(glob.glob(word)) or [word] if "*" in word else [word])]
-        trust.forget()
         with warnings.catch_warnings(), mock.patch.object(local_launch, "subprocess", SimpleNamespace(Popen=rank)):
             warnings.simplefilter("default")
             try:

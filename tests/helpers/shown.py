@@ -47,7 +47,6 @@ def ledger(ranks: int = 2, line: str = "12 % of a step waits for its images") ->
         "rows": ROWS,
         "beside": {"compiler": 0.8},
         "step_s": {"input": 3e-4, "copy": 0.0, "forward": 2e-3, "backward": 4e-3, "exposed": 2e-4, "update": 6e-4},
-        "bounds": {},
         "verdict": [cause],
         "ranks": rows,
     }
@@ -101,7 +100,6 @@ def profile() -> dict[str, Any]:
         "operators": [{"name": "aten::mm", "calls": 1000, "host_s": 0.003, "device_s": 0.004}],
         "iterations": ranks[0]["iterations"],
         "bounds": dict.fromkeys(("flops", "bytes", "flops_per_s", "bytes_per_s", "least_s", "reached", "step_s"), 0.5),
-        "memory": [[0.0, "begin", 100], [0.005, "stage.0 forward", 300], [0.01, "updated", 200]],
     }
 
 
@@ -147,8 +145,8 @@ def run_folder(folder: Path, *, seed: int = 0, lr: float = 0.1, target: float = 
     write(folder, environment={"command": ["kasoku", "train", "recipes/digits.toml"], "machine": machine})
     lines = []
     for i in range(7):
-        lines.append({"step": 20 * i, "epoch": 0.5 * i, "time_s": 1e9 + i, "loss": 2 / (i + 1), "lr": 0.1 * (6 - i)})
-    lines += [{"step": 44 * i, "epoch": i, "time_s": 1e9 + 2 * i, "test_top1": 1 - 0.5**i} for i in range(1, 4)]
+        lines.append({"step": 20 * i, "epoch": 0.5 * i, "seconds": i, "loss": 2 / (i + 1), "lr": 0.1 * (6 - i)})
+    lines += [{"step": 44 * i, "epoch": i, "seconds": 2 * i, "test_top1": 1 - 0.5**i} for i in range(1, 4)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 99, "ep')
     return folder
 

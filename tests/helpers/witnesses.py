@@ -40,7 +40,7 @@ from kasoku.device import Autocast, ChannelsLast, Compile, Graphs, LossScale, Se
 from kasoku.distributed import AllReduce, Asynchronous, Overlap, PerLayer, Recalibrate, Replay, VirtualRanks
 from kasoku.memory import SavedMemory
 from kasoku.models import Pretrained
-from kasoku.optim import EMA, Clip, Lookahead, Rate
+from kasoku.optim import EMA, Clip, Rate
 from kasoku.report import Timed
 from kasoku.tracking import Track
 
@@ -124,7 +124,6 @@ class Record:
     gradient_bytes: list[int] = field(default_factory=list)  # before each step
     late: list[bool] = field(default_factory=list)  # updates of Overlap that wait for the next forward
     collectives: list[int] = field(default_factory=list)  # of the gradients, in each step
-    written_back: set[str] = field(default_factory=set)  # parameters that Lookahead set to their average
     compiled: list[int] = field(default_factory=list)  # calls of compiled code in each forward
     replayed: list[bool] = field(default_factory=list)  # whether each forward was a graph's
     trained: dict[str, Tensor] = field(default_factory=dict)  # weights after the last step
@@ -268,11 +267,6 @@ def graphs(record: Record) -> str:
 
 def grow_batch(record: Record) -> str:
     return acted(set(record.accumulate) == {1, 2}, f"the batch was {set(record.accumulate)} times as large")
-
-
-def lookahead(record: Record) -> str:
-    left = record.learning.keys() - record.written_back
-    return acted(not left, f"{left} were never set to their average")
 
 
 def loss_scale(record: Record) -> str:
@@ -422,7 +416,6 @@ MEMBERS = [
         on_cpu="a recorder that replays a step's operators",
     ),
     Member(GrowBatch(StepDecay(milestones=(1.0,), gamma=2.0)), "twice the batch in the second epoch", grow_batch),
-    Member(Lookahead(every=2, decay=0.5), "every parameter set to its average", lookahead),
     Member(
         LossScale(start=OVERFLOW, factor=RETREAT), "a lower scale after an overflow, which leaves no trace", loss_scale
     ),

@@ -11,13 +11,14 @@ from helpers.nets import assert_equal, images, one_step, plain_chain, planner_of
 from helpers.started import RECIPE
 from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Job, Threads, process_start
+from kasoku.core.blocks import blocks
 from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
 from kasoku.distributed import Overlap
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
-from kasoku.report.block_timer import follow_blocks
+from kasoku.report.profiler import block_hooks
 from kasoku.training.evaluation import evaluate
 from kasoku.training.trainer import build, fit
 
@@ -240,7 +241,7 @@ def test_hooks_of_the_report_and_of_overlap_keep_no_layer_from_the_plan():
     model = plain_chain()
     job = Job(model, lambda m: sgd(m, 0.1)).apply(SavedMemory(factor=1, show=False))
     proxies = planner_of(job).proxies
-    follow_blocks(job, lambda name: None, lambda: True)
+    block_hooks(blocks(model), lambda block, what: None)
     LayerIndex(model).before(job, lambda unit: None)
     assert any(len(m._forward_pre_hooks) for m in model)
     assert not any(proxy.hooked for proxy in proxies)

@@ -65,7 +65,7 @@ def test_a_model_on_the_meta_device_is_compared_without_a_warning(tmp_path, stat
     path = save(state, tmp_path / "w.pth")
     with torch.device("meta"):
         assert models.load(net(3), path) == ["head.weight"]
-        with pytest.raises(InputError, match="not weights of this CNN11"):
+        with pytest.raises(InputError, match="not weights of this PlainCNN"):
             models.load(models.cnn11(), path)
     assert not recwarn.list
 

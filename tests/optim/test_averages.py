@@ -1,12 +1,12 @@
-"""Averages of the weights, and clipping."""
+"""An average of the weights, and clipping."""
 
 import pytest
 import torch
 
 from contracts import make, train, weights
 from contracts import one_thread as one_thread
-from kasoku.core import InputError
-from kasoku.optim import EMA, Clip, Lookahead
+from kasoku.core import InputError, Technique
+from kasoku.optim import EMA, Clip
 
 
 def history(job, steps: int) -> list[dict[str, torch.Tensor]]:
@@ -42,31 +42,13 @@ def test_ema_is_the_formula_and_leaves_training_alone(every: int, warmup: bool):
     assert all(torch.equal(after[k], seen[-1][k]) for k in after)
 
 
-def write(job, value: float) -> None:
-    """An update after which the head's biases have this value."""
-    p = job.model.head.bias
-    p.grad = torch.zeros_like(p)
-    for group in job.optimizer.param_groups:
-        group["lr"] = 0.0
-    with torch.no_grad():
-        p.fill_(value)
-    job.optimizer.step()
-
-
-def test_lookahead_sets_the_weights_to_the_slow_ones():
-    job = make(Lookahead(every=2, decay=0.75))
-    p = job.model.head.bias
-    values = iter([1.0, 2.0, 3.0, 4.0, 5.0, 10.0])
-    for _ in range(6):
-        write(job, next(values))
-    # rounds see 2 (the start), 4 and 10
-    slow = 0.75 * (0.75 * 2 + 0.25 * 4) + 0.25 * 10
-    torch.testing.assert_close(p.detach(), torch.full_like(p, slow))
+class Swa(Technique, averages_weights=True):
+    """Another average, of a user's own."""
 
 
 def test_averages_refuse_each_other():
-    with pytest.raises(InputError, match="techniques EMA and Lookahead cannot be combined"):
-        make(EMA(), Lookahead())
+    with pytest.raises(InputError, match="techniques EMA and Swa cannot be combined"):
+        make(EMA(), Swa())
 
 
 def test_evaluation_before_the_first_round_is_of_the_weights_themselves():

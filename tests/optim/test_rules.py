@@ -67,7 +67,7 @@ def test_sgd_is_the_formula(nesterov: bool):
 
 def test_muon_moves_filters_by_an_orthogonal_matrix():
     torch.manual_seed(0)
-    for shape in [(16, 40), (40, 16), (3, 16, 40)]:
+    for shape in [(16, 40), (40, 16)]:
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape), 5))
         assert values.min() > 0.6
         assert values.max() < 1.3

@@ -13,8 +13,8 @@ from kasoku.report import StepFacts, facts_of
 from kasoku.report.bottleneck import find_bottlenecks, layer_s
 
 
-def causes(*steps: dict[str, float], facts: StepFacts = FACTS, **bounds: float) -> list[str]:
-    return [cause.cause for cause in find_bottlenecks(steps, facts, bounds)]
+def causes(*steps: dict[str, float], facts: StepFacts = FACTS) -> list[str]:
+    return [cause.cause for cause in find_bottlenecks(steps, facts)]
 
 
 def test_a_step_that_computes_is_compute_bound_and_nothing_else():
@@ -101,15 +101,6 @@ def test_threads_are_counted_over_the_ranks_of_a_host():
     (cause,) = find_bottlenecks([step()], replace(FACTS, threads=2, cores=8, processes=8))
     assert "16 threads (8 ranks) compute on 8 cores" in cause.line
     assert cause.remedy.startswith("device.threads = 1,")
-
-
-def test_moving_bytes_is_the_bound_where_it_takes_longer_than_computing():
-    device = {"flops_per_s": 1e12, "bytes_per_s": 1e10}
-    assert causes(step(), bytes=1.5e8, flops=1e9, **device) == ["memory-bound"]
-    assert causes(step(), bytes=1e7, flops=1.5e10, **device) == ["compute-bound"]
-    assert causes(step(), bytes=4e8, flops=1e9, **device) == ["compute-bound"]  # in 20 ms: caches served it
-    (cause,) = find_bottlenecks([step()], FACTS, {"bytes": 1e7, "flops": 1.5e10, **device})
-    assert "would take 15 ms" in cause.line
 
 
 def test_facts_count_what_computes_and_leave_the_random_state_alone():

@@ -96,7 +96,6 @@ def assert_rank_1_is_named(causes: list[dict]) -> None:
     assert causes[0]["cause"] == "straggler", causes
     assert causes[0]["line"].startswith("rank 1 takes ")
     assert "most of it in backward" in causes[0]["line"]
-    assert "of all blocks most in 14 (" in causes[0]["line"]
     assert causes[0]["share"] > 0.3
     assert re.search(r", and it was the last in (9\d|100)% of the latest$", causes[0]["line"])
 

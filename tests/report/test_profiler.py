@@ -1,4 +1,4 @@
-"""`kasoku profile`: blocks, operators, gaps, memory and bounds of a few steps."""
+"""`kasoku profile`: blocks, operators, gaps and bounds of a few steps; the trace has the memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from contracts import Batches, Net, rule
 from contracts import one_thread as one_thread
+from helpers import shown
 from helpers.forked import Forked
 from helpers.started import clean
 from helpers.tuning import SMALL
@@ -22,6 +23,7 @@ from kasoku.commands.profile import ProfileArguments, _recipe, run
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.report import Timed
+from kasoku.report.profile_tables import profile_tables
 from kasoku.report.profiler import Iteration, Profiler, StepProfile, _iteration, device_speed
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
@@ -71,7 +73,7 @@ def looked_at(job: Job, steps: int = 3, trace: Path | None = None) -> StepProfil
     profiler = Profiler(job)
     profiler.warm_up()
     plain = profiler.plain(steps)
-    return profiler.look(steps, plain, profiler.bounds(plain), trace=trace)
+    return profiler.look(steps, plain, trace=trace)
 
 
 @pytest.mark.timing
@@ -116,10 +118,6 @@ def test_a_job_with_techniques_batch_norm_and_parts_can_be_looked_at(tmp_path: P
     assert profile.operators[0]["host_s"] > 0
     assert len(profile.iterations) == 3
     assert all(0 <= one.idle_s <= one.step_s for one in profile.iterations)
-    places = [place for _, place, _ in profile.memory]
-    assert places[:4] == ["begin", "input over", "stage.0 forward", "stage.0 ended"]
-    assert places[-1] == "updated"
-    assert all(size > 0 for _, _, size in profile.memory)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert json.loads(json.dumps(asdict(profile)))["bounds"] == profile.bounds
 
@@ -168,6 +166,20 @@ def test_bounds_are_measured_on_the_device():
     assert bounds["reached"] == pytest.approx(2**30 / bounds["bytes_per_s"], abs=1e-3)
 
 
+def test_the_table_says_whether_arithmetic_or_bytes_bound_a_step():
+    profiler = Profiler(Job(nn.Linear(8, 4), rule, loader=Pairs()))
+    profiler.flops_per_s, profiler.bytes_per_s = 1e12, 1e10
+    for flops, moved, said in (
+        (1e9, 1.5e8, "15.000 ms at least, by its bytes"),
+        (1.5e10, 1e7, "15.000 ms at least, by its FLOPs"),
+        (1e9, 4e8, "1.000 ms at least, by its FLOPs"),  # 40 ms of bytes in a step of 20: caches served them
+    ):
+        profiler.flops, profiler.moved = flops, moved
+        document = shown.profile() | {"bounds": profiler.bounds([Iteration(0.02, 0.0)])}
+        *_, (_, _, rows) = profile_tables(document)
+        assert any(said in line for _, line in rows)
+
+
 def test_the_speed_of_the_device_is_not_measured_within_the_time_of_the_steps(monkeypatch: pytest.MonkeyPatch):
     profiler = Profiler(Job(nn.Linear(8, 4), rule, loader=Pairs()))
     profiler.warm_up()  # the command creates its ledger after this
@@ -190,18 +202,16 @@ def test_the_command_writes_its_files_and_says_the_verdict(tmp_path: Path, capsy
         assert said in shown
     ledger = json.loads((out / "ledger.json").read_text())
     assert f"{ledger['verdict'][0]['cause']}: " in shown
-    assert ledger["bounds"]["flops"] > 0
     assert ledger["step_s"]["forward"] > 0
     assert json.loads((out / "timeline.json").read_text())["spans"]
     assert json.loads((out / "profile.json").read_text())["blocks"]
-    assert json.loads((out / "trace.json").read_text())["traceEvents"]
-    assert "slowest: rank" not in shown, "there is one rank"
+    names = {event.get("name") for event in json.loads((out / "trace.json").read_text())["traceEvents"]}
+    assert names >= {"kasoku iteration", "[memory]"}
     pytest.importorskip("plotly")
     assert main(["report", str(out)]) == 0
     page = (out / "report.html").read_text()
-    for title in ("Idle gaps", "Memory over a step", "Blocks", "Operators, over the traced steps"):
+    for title in ("Idle gaps", "Blocks", "Operators, over the traced steps"):
         assert title in page
-    assert "Not in this run" not in page
 
 
 LATE = """
@@ -218,7 +228,7 @@ def late(num_classes: int = 10, in_channels: int = 1):
 
 @pytest.mark.process
 @pytest.mark.smoke
-def test_two_ranks_are_profiled_together_and_the_slowest_is_named(tmp_path: Path):
+def test_two_ranks_are_profiled_together_and_the_late_one_is_named(tmp_path: Path):
     (tmp_path / "late_nets.py").write_text(LATE)
     recipe, out = tmp_path / "late.toml", tmp_path / "found"
     recipe.write_text(SMALL.replace('"kasoku.models.cifarnet", widths = [8, 16]', '"late_nets.late"'))
@@ -226,7 +236,6 @@ def test_two_ranks_are_profiled_together_and_the_slowest_is_named(tmp_path: Path
     shown, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert re.search(r"│ 0 +│ +[\d.]+ │ +[\d.]+ │", shown), shown
-    assert "slowest: rank 1, " in shown
     assert "straggler: rank 1 takes" in shown
     profiles = [json.loads((out / f"profile{i}.json").read_text()) for i in ("", "-1")]
     assert all(profile["blocks"] and profile["iterations"] for profile in profiles)

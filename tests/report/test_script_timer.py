@@ -387,7 +387,6 @@ def test_planted_causes_are_named_and_a_healthy_script_has_none(
     shown = capsys.readouterr().out
     assert "straggler: rank 1 takes 500 ms longer" in shown
     assert "most of it in forward" in shown
-    assert "slowest: rank 1" in shown
     assert (tmp_path / "profile-1.json").is_file()
     document = json.loads((tmp_path / "profile.json").read_text())
     assert [row["wait_s"] for row in document["ranks"]] == pytest.approx([0.5, 0.0])
@@ -407,7 +406,6 @@ def test_a_rank_keeps_its_number_if_another_left_nothing(
     shown = capsys.readouterr().out
     assert "straggler: rank 2 takes 500 ms longer" in shown
     assert "check rank 2's host" in shown
-    assert "slowest: rank 2" in shown
     assert [row["rank"] for row in json.loads((tmp_path / "profile.json").read_text())["ranks"]] == [0, 2]
     assert sorted(file.name for file in tmp_path.glob("profile*")) == ["profile-2.json", "profile.json"]
     pytest.importorskip("plotly")
@@ -561,7 +559,6 @@ def test_two_ranks_of_torchrun_are_profiled_together(tmp_path: Path):
     profile = json.loads((tmp_path / "found" / "profile.json").read_text())
     assert [row["rank"] for row in profile["ranks"]] == [0, 1]
     assert all(row["wait_s"] > 0 for row in profile["ranks"]), "DDP waits for its buckets, if only for an instant"
-    assert "slowest: rank " in done.stderr
 
 
 @pytest.mark.process

@@ -1,22 +1,17 @@
-"""The timeline of a few steps: lanes, nested spans, what is left out."""
+"""The timeline of a few steps: lanes, what is left out."""
 
 
-def test_a_span_inside_another_is_thinner_and_drawn_over_it(figures):
+def test_a_span_is_a_bar_in_the_lane_of_its_rank(figures):
     def span(kind, start, stop, rank=0):
         return {"kind": kind, "name": kind, "start": start, "stop": stop, "rank": rank, "bytes": 0, "stream": "compute"}
 
-    spans = [span("wait", 1, 2), span("forward", 0, 4), span("copy", 1.2, 1.4), span("update", 4, 5)]
-    spans.append(span("wait", 0, 1, 1))
-    ordered = sorted(spans, key=lambda s: (s["start"], -s["stop"]))
-    found = {(s["kind"], s["rank"]): depth for s, depth in zip(ordered, figures.depths(ordered), strict=True)}
-    assert found == {("forward", 0): 0, ("wait", 0): 1, ("copy", 0): 2, ("update", 0): 0, ("wait", 1): 0}
-    traces = figures.timeline({"spans": spans}).figure.data
-    names = [trace["name"] for trace in traces]
-    assert names.index("forward") < names.index("wait") < names.index("copy")
-    widths = {trace["name"]: trace["width"][0] for trace in traces}
-    assert widths["forward"] > widths["copy"]
-    assert traces[names.index("forward")]["base"] == (0,)
-    assert traces[names.index("forward")]["x"] == (4000,)
+    spans = [span("wait", 4, 5), span("forward", 0, 4), span("wait", 0, 1, rank=1)]
+    found = figures.timeline({"spans": spans}).figure
+    traces = {trace["name"]: trace for trace in found.data}
+    assert traces.keys() == {"forward", "wait"}
+    assert (traces["forward"]["base"], traces["forward"]["x"], traces["forward"]["y"]) == ((0,), (4000,), (0,))
+    assert (traces["wait"]["base"], traces["wait"]["x"], traces["wait"]["y"]) == ((0, 4000), (1000, 1000), (1, 0))
+    assert found.layout.yaxis.ticktext == ("0 compute", "1 compute")
 
 
 def test_a_long_timeline_is_cut_and_the_page_says_so(figures):

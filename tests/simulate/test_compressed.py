@@ -10,7 +10,7 @@ import torch
 
 from helpers.grids import covering
 from helpers.virtual_comm import Emulate, SimComm
-from kasoku.core import InputError, Job, Solo, Work
+from kasoku.core import InputError, Job
 from kasoku.distributed import (
     Fixed,
     Graded,
@@ -25,7 +25,6 @@ from kasoku.distributed import (
     Reducer,
     Wire,
 )
-from kasoku.distributed.counting_comm import Activity, CountingComm
 from kasoku.distributed.ddp.bucket_plan import search
 from kasoku.distributed.ddp.cost_model import LinkModel
 from kasoku.models import cifar_resnet18
@@ -164,67 +163,13 @@ def test_nodes_of_one_rank_or_of_all_ranks_are_no_hierarchy() -> None:
     assert allreduce.link(one, 1, Hierarchical(4)).seconds(N_BYTES) == 0
 
 
-class Sends(Solo):
-    """One rank that notes the bytes of its all-reduces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size, self.sent = 2, []
-
-    def all_reduce(self, x: torch.Tensor, *, op: str = "sum") -> Work:
-        self.sent.append(x.numel() * x.element_size())
-        return super().all_reduce(x, op=op)
-
-
-@pytest.mark.parametrize("reducer", [LowRank(), LowRank(rank=2, min_elements=0), LowRank(rank=300)])
-def test_the_forecast_bytes_of_low_rank_are_those_that_it_sends(reducer: LowRank, net: ModelCosts) -> None:
-    inputs = Simulator(slow(), net, Sharing(Fixed(MIB, MIB // 4), reducer=reducer)).step(GPUS, GPUS * 200).inputs
-    inner = Sends()
-    counted = CountingComm(inner, Activity(60.0))
-    bound = reducer.bind(counted)
-    forecast = []
-    for i, size in enumerate(inputs.sizes()):
-        bound(f"piece {i}", torch.randn(round(size / 4))).wait()
-        forecast += inputs.link.sent(size)  # type: ignore[attr-defined]
-    bound.settle()
-    assert (forecast, len(forecast)) == (inner.sent, counted.started)
-    assert sum(forecast) < sum(inputs.sizes()) or reducer.rank == 300
-
-
-@pytest.mark.parametrize("node", [1, 4])
-def test_low_rank_takes_its_two_messages_and_its_passes_over_a_part(node: int) -> None:
-    nodes, g, side = 8, 4, 1000
-    n = node * 4.0 * side * side  # bytes of a chunk, of which each rank has a square part
-    cluster = ideal(nodes, g)
-    reducer = Hierarchical(node, LowRank()) if node > 1 else LowRank()
-    seen = allreduce.link(cluster, nodes * g, reducer)
-    thin = 4 * 4 * side  # rank 4, in fp32
-    if node > 1:
-        inside = 2 * ((g - 1) * 1e-6 + (g - 1) / g * n / 100e9)
-        ring = 2 * (nodes - 1) * 5e-6 + 2 * (nodes - 1) / nodes * thin / 10e9  # along a column, each with a NIC
-        trees = 2 * 3 * 5e-6 + 2 * thin / 10e9
-        links = inside + 2 * min(ring, trees)
-    else:
-        links = 2 * allreduce.link(cluster, nodes * g).seconds(thin)
-    passes = 12 * 4 * side * side / 2000e9
-    assert seen.seconds(n) == pytest.approx(links + passes, rel=1e-12)
-    assert "low rank, " in seen.choice(n)
-    small = 4.0 * 100 * node  # sent uncompressed: as Mean
-    mean = Hierarchical(node) if node > 1 else Mean()
-    assert seen.seconds(small) == pytest.approx(allreduce.link(cluster, nodes * g, mean).seconds(small), rel=0.2)
-    assert seen.sent(small) == [400]  # type: ignore[attr-defined]
-
-
-def test_low_rank_is_faster_where_the_network_is_slow(net: ModelCosts) -> None:
-    steps = [Simulator(slow(), net, Sharing(reducer=r)).step(GPUS, GPUS * 200) for r in (Mean(), LowRank())]
-    assert steps[1].exposed_s < 0.5 * steps[0].exposed_s
-
-
 def test_an_unknown_reducer_or_unequal_nodes_are_one_clear_line() -> None:
     for reducer, said in (
-        (Hierarchical(4, Hierarchical(2)), "reducer Hierarchical across=Hierarchical: what it sends is not known"),
-        (Own(), "reducer Own: what it sends is not known: Mean, Wire, LowRank"),
-        (Hierarchical(4, Own()), "reducer Hierarchical across=Own: what"),
+        (Hierarchical(4, Hierarchical(2)), "reducer Hierarchical across=Hierarchical: its time is not known"),
+        (Own(), "reducer Own: its time is not known: Mean, Wire, and Hierarchical"),
+        (LowRank(), "reducer LowRank: its time"),
+        (Hierarchical(4, LowRank()), "reducer Hierarchical across=LowRank: its time"),
+        (Hierarchical(4, Own()), "reducer Hierarchical across=Own: its time"),
         (Hierarchical(3), "equal"),
     ):
         with pytest.raises(InputError, match=said) as caught:

@@ -62,7 +62,7 @@ def test_small_images_take_their_share_of_the_pixels() -> None:
     assert shrunk.compute_s - alpha_s == pytest.approx((160 / 192) ** 2 * (whole.compute_s - alpha_s), rel=1e-9)
     expected = total * (13 * shrunk.step_s + 3 * whole.step_s) / 16
     assert steps_s(case) == pytest.approx(expected, rel=1e-9)
-    assert "of 1,024 images at 69% of their pixels: " in case.described(whole)["steps"]
+    assert "of 1,024 images at 69% of their pixels: " in case.described(whole)
     assert not case_of("imagenet_resnet50_16epochs.toml").described(whole)
 
 

@@ -129,9 +129,6 @@ class Photos:
     def __len__(self) -> int:
         return 6
 
-    def __getstate__(self):
-        return {**vars(self), "fault": "reads" if self.fault == "sent" else self.fault, "reads": 7}
-
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         self.reads += 1
         value = {"reads": self.reads, "opens": self.number}.get(self.fault, index)
@@ -155,7 +152,6 @@ SOURCES = [
     ("test_images_have_the_size_and_channels_that_it_says", swapped),
     ("test_an_index_reads_the_same_image_each_time_in_any_thread", lambda: photos("reads")),
     ("test_opened_again_it_is_equal", lambda: photos("opens")),
-    ("test_in_another_process_it_reads_the_same_images", lambda: photos("sent")),
     ("test_an_epoch_has_every_image_once_in_an_order_of_the_seed", lambda: photos("reads")),
 ]
 

@@ -133,7 +133,7 @@ def test_a_changed_share_of_ranks_is_named(run: Path) -> None:
         shares_in(run, Solo(), 64)
 
 
-ALL = [["eval"], ["train", "--quiet", "--resume"], ["report"], ["plan", "--compare"]]
+ALL = [["eval"], ["train", "--quiet", "--resume"], ["report"]]
 
 
 @pytest.mark.parametrize("words", ALL, ids=lambda words: words[0])
@@ -200,7 +200,7 @@ RECORDS = [
     ("environment.json", '{"machine": {"gpus": 3}}', ""),
     ("result.json", DEEP, "result.json: damaged"),
     ("metrics.jsonl", DEEP, ""),
-    ("metrics.jsonl", f'{{"step": {LARGE}, "epoch": 1, "time_s": 1}}', ""),
+    ("metrics.jsonl", f'{{"step": {LARGE}, "epoch": 1, "seconds": 1}}', ""),
 ]
 
 

@@ -22,7 +22,7 @@ from kasoku.data import Augment, Loader, Mix, digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.models import cifarnet
-from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
+from kasoku.optim import EMA, Clip, Rate, sgd
 from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, tune_batch_size
 from kasoku.tune.measurement import BatchSizeResult, Measurement, MemoryForecast
 from kasoku.tune.strategies import Strategy
@@ -34,7 +34,7 @@ SETS: dict[str, tuple[Technique, ...]] = {
     "nothing": (),
     "as the trainer does": (ChannelsLast(), Seeded(3), Rate(Linear(epochs=12, warmup=1)), Overlap()),
     "an average": (EMA(decay=0.8, every=2), Clip(norm=0.5), AllReduce()),
-    "another": (Lookahead(every=2), Seeded(4)),
+    "another": (EMA(decay=0.5, every=3, warmup=False), Seeded(4)),
     "statistics": (VirtualRanks(norm_batch=8, average=0.5), Autocast("bf16"), Seeded(1)),
     "losses": (Mix(0.1, 0.1), LossScale(start=1024.0, every=2)),
     "compiled": (Compile(backend="eager"), Seeded(2)),

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from contracts import Net, assert_same, make, rule, train, weights
+from contracts import Net, assert_same, rule, train, weights
 from helpers.planted import Hand, Slow
 from helpers.toy_images import image_job
 from kasoku.core import InputError, Job, Solo, Stage, StepDecay, Technique
@@ -138,14 +138,6 @@ def test_a_loader_of_files_keeps_no_trace_and_its_threads_end(photos: Dataset):
     assert len(plain.skipped.reasons) == 1, "it is met again when the job meets it"
 
 
-def test_what_is_read_within_undisturbed_leaves_no_bad_image_behind(photos: Dataset):
-    job = photo_job(photos)
-    with undisturbed(job):
-        assert len(list(job.loader)) == 3
-        assert len(job.plain_loader.skipped.reasons) == 1
-    assert (job.plain_loader.skipped.reasons, job.plain_loader.skipped.met) == ({}, set())
-
-
 # ---- a copy that diverged
 
 
@@ -253,7 +245,7 @@ def test_marks_wait_for_an_apple_gpu_and_its_random_state_is_put_back(monkeypatc
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
     monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
-    with undisturbed(make()):
+    with undisturbed():
         states.append(torch.tensor([2]))
     assert states[-1].item() == 1
 

@@ -187,7 +187,6 @@ class SlurmArguments(LaunchArguments):
     """The arguments of `kasoku launch slurm`."""
 
     name: str | None = option(help="of the job (default: the recipe's)")
-    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
     port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
     cpus_per_gpu: int = option(default=CPUS_PER_GPU, metavar="C", help="(default: %(default)s)")
     partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
@@ -199,7 +198,6 @@ class KubernetesArguments(LaunchArguments):
     """The arguments of `kasoku launch kubernetes`."""
 
     name: str | None = option(help="of the job (default: the recipe's)")
-    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
     image: str = option(
         default="kasoku:latest", help="a container image, built from kasoku's Containerfile (default: %(default)s)"
     )
@@ -266,23 +264,20 @@ class SimulateArguments(RecipeArguments, JsonArguments):
 
     cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
     gpus: int | None = option(metavar="N", help="how many (default: all of a node)")
-    batch: int | None = option(metavar="B", help="of the recipe, over all GPUs (default: the recipe's)")
     profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
     sweep: str = option(default="", metavar="gpus=A:B", help="draw scaling curves")
     what_if: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="of the cluster, as latency=0.5")
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
 
 
-class PlanArguments(OptionalRecipe, JsonArguments):
+class PlanArguments(RecipeArguments, JsonArguments):
     """The arguments of `kasoku plan`."""
 
-    cluster: str | None = option(metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
     deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
     budget: str = option(default="", metavar="USD", help="the fastest within 100USD")
     fastest: bool = option(default=False, help="the fastest, whatever it costs")
     buckets: bool = option(default=False, help="also print groups for plain DDP: its bucket_cap_mb_list")
-    compare: Path | None = option(metavar="RUN", help="instead: compare a run with the plan of its recipe")
-    noise_scale: float | None = option(metavar="B", help="of gradients, in images: try other batches too")
     profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
 

@@ -25,7 +25,6 @@ from kasoku.config import trust
 from kasoku.config.ranks import check_share, ranks_of_member
 from kasoku.config.recipe import Recipe, check_data
 from kasoku.core import InputError, say
-from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
 from kasoku.distributed.cluster_jobs import LaunchSpec, manifest, sbatch, sky_task
 from kasoku.distributed.environment import Place
@@ -61,7 +60,7 @@ def run_local(arguments: LocalArguments) -> int:
 
 
 def run_slurm(arguments: SlurmArguments) -> int:
-    """Writes an sbatch script; returns the exit code."""
+    """Prints an sbatch script; returns the exit code."""
     job = _cluster_job(arguments, 63)
     names = (("partition", arguments.partition, r"[\w.,-]+"), ("account", arguments.account, r"[\w.-]+"))
     for option_name, name, pattern in names:
@@ -70,11 +69,12 @@ def run_slurm(arguments: SlurmArguments) -> int:
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
     queue = {"partition": arguments.partition, "account": arguments.account}
-    return _write(sbatch(job, time=arguments.time, cpus_per_gpu=arguments.cpus_per_gpu, **queue), arguments.write)
+    print(sbatch(job, time=arguments.time, cpus_per_gpu=arguments.cpus_per_gpu, **queue), end="")
+    return 0
 
 
 def run_kubernetes(arguments: KubernetesArguments, build: Callable[..., str] = manifest, pod: str = "-{}") -> int:
-    """Writes a manifest, or what `build` makes of the job; returns the exit code. `pod`: its name, after the job's."""
+    """Prints a manifest, or what `build` makes of the job; returns the exit code. `pod`: its name, after the job's."""
     job = _cluster_job(arguments, 63 - len(pod.format(arguments.nodes - 1)))
     if not re.fullmatch(r"[\w][\w./:@-]*", arguments.image, re.ASCII):
         raise InputError(f'--image "{arguments.image}": the name of an image is wanted, as registry/name:tag')
@@ -88,16 +88,17 @@ def run_kubernetes(arguments: KubernetesArguments, build: Callable[..., str] = m
     out = arguments.out or Path("/runs") / job.name
     if not any(out.is_relative_to(mount.partition(":")[2]) for mount in arguments.mount):
         say(f"{out} is lost with its container: give a volume claim, as --mount CLAIM:{out.parent}")
-    return _write(build(replace(job, out=out), image=arguments.image, mount=arguments.mount), arguments.write)
+    print(build(replace(job, out=out), image=arguments.image, mount=arguments.mount), end="")
+    return 0
 
 
 def run_kubeflow(arguments: KubernetesArguments) -> int:
-    """Writes a manifest for Kubeflow Trainer; returns the exit code."""
+    """Prints a manifest for Kubeflow Trainer; returns the exit code."""
     return run_kubernetes(arguments, partial(manifest, kubeflow=True), "-node-0-{}-abcde")
 
 
 def run_skypilot(arguments: SkypilotArguments) -> int:
-    """Writes a SkyPilot task; returns the exit code."""
+    """Prints a SkyPilot task; returns the exit code."""
     if not re.fullmatch(r"[\w-]+", arguments.accelerator, re.ASCII):
         raise InputError(f'--accelerator "{arguments.accelerator}": the name of a GPU is wanted, such as H100 or L4')
     return run_kubernetes(arguments, partial(sky_task, accelerator=arguments.accelerator))
@@ -163,11 +164,3 @@ def _from(option_value: int | None, variable: str, default: int) -> int:
     if not text.isdecimal():
         raise InputError(f'{variable}="{text}": a number is wanted')
     return int(text)
-
-
-def _write(text: str, file: Path | None) -> int:
-    if file is None:
-        print(text, end="")
-    else:
-        write_text(file, text)
-    return 0

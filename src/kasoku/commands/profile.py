@@ -1,6 +1,6 @@
 """`kasoku profile`: where the time of the steps of a recipe or a script goes, in tables, files and a verdict.
 
-Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds; of the first rank, with a line for
+Written into the folder: profile.json (blocks, operators, idle gaps, bounds; of the first rank, with a line for
 each rank), profile-1.json, ... of other ranks, ledger.json and timeline.json as a training writes them (of the profiled
 steps alone), and rank 0's trace.json for chrome://tracing or Perfetto. A script has no blocks, operators and trace.
 """
@@ -79,7 +79,7 @@ def run_script(arguments: ScriptArguments) -> int:
 
 def report_script(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Writes and prints the profile of a script, of what `ScriptTimer.finish` gave on each rank."""
-    empty = StepProfile([], [], [], [], {})
+    empty = StepProfile([], [], [], {})
     profiles = [(rank["rank"], empty, rank["mean_s"], StepFacts(**rank["facts"])) for rank in ranks]
     _report(folder, profiles, *script_documents(ranks))
 
@@ -108,10 +108,9 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(arguments.steps)
     facts = replace(facts, starved=round(ledger.starved(), 4))
-    bounds = profiler.bounds(plain)
-    document, timeline = ledger.document(comm, facts, bounds)  # of these steps alone
+    document, timeline = ledger.document(comm, facts)  # of these steps alone
     means = ledger.mean_s()
-    profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json" if comm.rank == 0 else None)
+    profile = profiler.look(arguments.steps, plain, trace=folder / "trace.json" if comm.rank == 0 else None)
     job.drain()
     profiles = comm.gather_objects((comm.rank, profile, means, facts))
     report = partial(_report, folder, profiles, document, timeline)
@@ -133,8 +132,6 @@ def _report(folder: Path, profiles: Sequence[Profiled], ledger: Mapping[str, Any
     print_table("a step, the median", {**rows, "in all": f"{ms(whole_s)} ms"})
     for title, head, cells in profile_tables(first):
         print_table(title, cells, head)
-    if others:
-        print(_slowest(first["ranks"]))
     print(*(StepBottleneck(**cause) for cause in ledger["verdict"]), sep="\n")
     traced = ", trace.json (open it in chrome://tracing or Perfetto)" if first["blocks"] else ""
     print(f"{folder}: {', '.join(documents)}{traced}")
@@ -156,17 +153,8 @@ def _by_rank(profiles: Sequence[Profiled]) -> list[dict[str, Any]]:
                 [each.idle_s / max(each.step_s, 1e-9) for each in profile.iterations]
                 or [sum(step[row] for row in ("input", "exposed", "other")) / sum(step.values())]
             ),
-            "bottleneck": find_bottlenecks([step], facts, profile.bounds, transfer_s=transfer_s)[0].cause,
+            "bottleneck": find_bottlenecks([step], facts, transfer_s=transfer_s)[0].cause,
             "iterations": [asdict(each) for each in profile.iterations],
         }
         for rank, profile, step, facts in profiles
     ]
-
-
-def _slowest(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """A line that names the slowest rank."""
-    own_s = [row["step_s"] - row["wait_s"] for row in ranks]
-    last = own_s.index(max(own_s))
-    more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
-    work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
-    return f"slowest: rank {ranks[last]['rank']}, {work}; {ranks[last]['bottleneck']}"

@@ -6,13 +6,11 @@ sweep.html (throughput and efficiency over the number of GPUs).
 
 import json
 import re
-from typing import Any
 
 from kasoku.commands.arguments import SimulateArguments
 from kasoku.config import toml
 from kasoku.core import InputError, say
 from kasoku.core.files import write_text
-from kasoku.distributed import Asynchronous
 from kasoku.distributed.ddp.bucket_plan import table
 from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
@@ -21,19 +19,12 @@ from kasoku.simulate import load as load_cluster
 from kasoku.simulate.from_recipe import Scenario, scenario, sizes, sweep
 from kasoku.training.run_folder import output_folder
 
-_MS = 1e3
-
 
 def run(arguments: SimulateArguments) -> int:
     """Simulates; returns the exit code."""
-    batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
-    recipe, cluster = arguments.load(*batch), load_cluster(arguments.cluster)
+    recipe, cluster = arguments.load(), load_cluster(arguments.cluster, arguments.what_if)
     case = scenario(recipe, cluster, profiles=arguments.profile)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
-    what_if = ", ".join(arguments.what_if)
-    changed = load_cluster(arguments.cluster, arguments.what_if) if what_if else None
-    if changed and changed.device != cluster.device and arguments.profile:
-        raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave --profile out")
     ends = re.fullmatch(r"gpus=(\d+):(\d+)", arguments.sweep)
     if arguments.sweep and not ends:
         raise InputError(f"--sweep {arguments.sweep}: gpus=A:B is wanted, as gpus=1:4096")
@@ -42,20 +33,15 @@ def run(arguments: SimulateArguments) -> int:
     for line in case.remarks(step):
         say(line)
     document = case.document(step)
-    _show(case, step, document, title=cluster.name)
-    if changed:
-        other = scenario(recipe, changed, profiles=arguments.profile)
-        then = other.step(gpus)
-        document["what_if"] = {what_if: other.document(then)}
-        _show(other, then, document["what_if"][what_if], title=f"{cluster.name}, {what_if}")
-    lines = sweep(case, over, step, (what_if, changed) if changed else None) if over else {}
+    print_table(cluster.name, case.table(step, document))
+    lines = sweep(case, over, step) if over else {}
     if lines:
         points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
         parts = case.recipe.parts(step.gpus)
         alone = {name: steps[0].images_per_s / steps[0].gpus for name, steps in lines.items()}
         speedups = {name: [[s.gpus, s.images_per_s / alone[name]] for s in steps] for name, steps in lines.items()}
-        drawn = {"points": points, "speedups": speedups}
-        document["sweep"] = {"images_a_gpu": case.images_each(step), "parts": parts, **drawn}
+        each = case.images_each(step)
+        document["sweep"] = {"images_a_gpu": each, "parts": parts, "points": points, "speedups": speedups}
     folder = output_folder(arguments.out, arguments.recipe, "simulated")
     write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
     files = ["simulation.json"]
@@ -68,7 +54,7 @@ def run(arguments: SimulateArguments) -> int:
             rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
             shares = {name: [(n, speedup / n) for n, speedup in line] for name, line in speedups.items()}
             panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
-            title = f"{cluster.name}, {document['sweep']['images_a_gpu']} images a GPU"
+            title = f"{cluster.name}, {each} images a GPU"
             title += f" in {parts} parts" if parts > 1 else ""
             draw(folder / "sweep.html", title, panels, x_label="GPUs", x_log=True)
             files.append("sweep.html")
@@ -77,35 +63,6 @@ def run(arguments: SimulateArguments) -> int:
     print(f"{folder}: {', '.join(files)}")
     arguments.document.update(folder=str(folder), **document)
     return 0
-
-
-def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, title: str) -> None:
-    device = case.simulator.cluster.device
-    price = f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "price unknown"
-    pace = step.inputs.asynchronous if step.gpus > 1 else None
-    sent, free = "exchanges" if pace else "all-reduces", pace and pace.max_staleness is None
-    rows = {
-        "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
-        **({"asynchronous": _asynchronous(pace)} if pace else {}),
-        "step": f"{_MS * step.step_s:.2f} ms",
-        "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
-        "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
-        "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
-        "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy}); the largest by {step.inputs.choice()}",
-        **case.described(step),
-        "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
-        "training": f"{document['training_s']:,.1f} s for {case.recipe.epochs:g} epochs; {price}",
-        "source": device.source or "the cluster's file",
-    }
-    print_table(title, rows)
-
-
-def _asynchronous(pace: Asynchronous) -> str:
-    most, often = pace.max_staleness, pace.every if pace.hidden else max(1, pace.every)
-    ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
-    when = {0: "when the last are through", 1: "after each step"}.get(often, f"after every {often} steps")
-    shown = "beside computing" if pace.hidden else "waited for at once"
-    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}, {shown}"
 
 
 def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:

@@ -73,9 +73,6 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     parts = dotted.split(".")
     if len(parts) < 2 or not all(parts):
         raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
-    if parts[0] == "kasoku" and parts[-1] == "RandAugment":
-        instead = 'use kasoku.data.Transforms with transforms = [{use = "torchvision.transforms.v2.RandAugment"}]'
-        raise InputError(f'{path} = "{dotted}": was removed: {instead}')
     trust.check_name(dotted, path)
     thing = _lookup(dotted, path)
     trust.check_callable(thing, dotted, path)

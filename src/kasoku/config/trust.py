@@ -33,12 +33,6 @@ _folders: set[Path] = set()  # of recipes that the user has given
 _own_used: set[str] = set()  # modules beside a recipe that it names
 
 
-def forget() -> None:
-    """Forgets all that this process was allowed."""
-    for known in (_allowed, _folders, _own_used):
-        known.clear()
-
-
 def allow(names: Iterable[str]) -> None:
     """Lets recipes of this process name these modules and packages, and what is in them."""
     _allowed.update(names)
@@ -46,7 +40,7 @@ def allow(names: Iterable[str]) -> None:
 
 @contextmanager
 def only(names: Iterable[str]) -> Iterator[None]:
-    """Allows these modules and packages, and forgets the rest until the end: for a run folder of anybody's."""
+    """Allows these modules and packages, and forgets the rest until the end: for a command, or a run of anybody's."""
     global _allowed, _folders, _own_used
     before, (_allowed, _folders, _own_used) = (_allowed, _folders, _own_used), (set(names), set(), set())
     try:

@@ -49,11 +49,6 @@ class Device(Checked):
     deterministic: bool = False
     hang_timeout_s: Annotated[float, Range("0 chooses seconds by the steps", at_least=0)] = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.compile and self.graphs:
-            raise InputError("compile=true with graphs=true: not both; leave one of them out")
-
 
 @dataclass(frozen=True)
 class Chosen:

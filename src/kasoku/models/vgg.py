@@ -41,7 +41,6 @@ class VGG(PlainCNN):
         dropout: float = 0.5,
         widths: tuple[int, ...] = WIDTHS,
     ) -> None:
-        super().__init__()
         check_widths(widths, len(WIDTHS))
         layers: list[nn.Module] = []
         channels = in_channels
@@ -52,14 +51,12 @@ class VGG(PlainCNN):
                 layers.append(nn.ReLU(inplace=True))
                 channels = width
             layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers)
-        self.avgpool = nn.AdaptiveAvgPool2d(7 if head == "imagenet" else 1)
         if head == "imagenet":
             first = (nn.Linear(channels * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
             second = (nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
-            self.classifier = nn.Sequential(*first, *second, nn.Linear(4096, num_classes))
+            super().__init__(layers, 7, nn.Sequential(*first, *second, nn.Linear(4096, num_classes)))
         else:
-            self.classifier = nn.Sequential(nn.Linear(channels, num_classes))
+            super().__init__(layers, 1, nn.Sequential(nn.Linear(channels, num_classes)))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,6 +1,6 @@
-"""Optimizers (sgd, adamw, lars, muon), learning-rate schedules, clipping, weight averages, the loss."""
+"""Optimizers (sgd, adamw, lars, muon), learning-rate schedules, clipping, a weight average, the loss."""
 
-from kasoku.optim.averaging import EMA, Lookahead
+from kasoku.optim.averaging import EMA
 from kasoku.optim.clip import Clip
 from kasoku.optim.fused import adamw, sgd
 from kasoku.optim.lars.lars import LARS, Trust, lars
@@ -12,7 +12,6 @@ __all__ = [
     "EMA",
     "LARS",
     "Clip",
-    "Lookahead",
     "Muon",
     "Rate",
     "SGDSettings",

@@ -1,12 +1,12 @@
-"""Averages of the weights: EMA for evaluation, Lookahead for training.
+"""An average of the weights, for evaluation.
 
 Note: partial updates. Each parameter counts its own updates, in `after_update`. So a technique that updates parts of
-the model at different times gives the same averages as a plain step. Buffers (BatchNorm's statistics) are averaged
+the model at different times gives the same average as a plain step. Buffers (BatchNorm's statistics) are averaged
 once a step. An average starts as a copy of the weights at its first round, so it includes weights that were loaded
 after `apply`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -41,43 +41,20 @@ class EMA(Technique, refuses=_REFUSED, averages_weights=True):
     warmup: bool = True
 
     def apply(self, job: Job) -> None:
-        _Average(job, "ema", every=self.every, share=self._share)
+        _Average(job, self)
 
-    def _share(self, updates: int, steps: float) -> float:
+    def kept(self, updates: int, steps: float) -> float:
+        """The share of the average that a round of `steps` keeps after so many updates."""
         n = updates // self.every
         most: float = ((1 + n) / (10 + n)) ** (steps / self.every) if self.warmup else 1.0
         return min(float(self.decay**steps), most)
 
 
-@dataclass(frozen=True)
-class Lookahead(Technique, refuses=_REFUSED, averages_weights=True, moves_weights=True):
-    """Every few steps sets the weights back to a slow average of themselves.
-
-    Args:
-        every: steps between rounds, at least 1.
-        decay: share of the slow weights kept at a round, from 0 to below 1; 0 changes nothing.
-
-    Saves: steps: less noise at high rates.
-    Costs: a copy of the weights, and a pass over them each round.
-    Maths: slow = decay * slow + (1 - decay) * w; w = slow.
-    Ref: Zhang et al. 2019 (arXiv 1907.08610).
-    """
-
-    every: Annotated[int, Range(at_least=1)] = 5
-    decay: Annotated[float, Range(at_least=0, below=1)] = 0.5
-
-    def apply(self, job: Job) -> None:
-        """At every `every`-th update, averages and writes the average back; evaluation uses the slow weights."""
-        _Average(job, "lookahead", every=self.every, share=lambda updates, steps: self.decay, write_back=True)
-
-
 class _Average:
     """The averaged tensors by name, and how many updates each has seen."""
 
-    def __init__(
-        self, job: Job, name: str, *, every: int, share: Callable[[int, float], float], write_back: bool = False
-    ) -> None:
-        self.job, self.every, self.share, self.write_back = job, every, share, write_back
+    def __init__(self, job: Job, ema: EMA) -> None:
+        self.job, self.ema = job, ema
         self.params: dict[str, Tensor] = {n: p for n, p in job.model.named_parameters() if p.requires_grad}
         self.names = {p: n for n, p in self.params.items()}
         self.averages: dict[str, Tensor] = {}
@@ -85,7 +62,7 @@ class _Average:
         job.after_update(lambda params: self.advance((self.names[p], p) for p in params if p in self.names))
         job.after_step(lambda: self.advance(self.buffers().items()))
         job.at_sync_point(lambda steps: self.advance({**self.params, **self.buffers()}.items(), steps))
-        job.keep(name, self)
+        job.keep("ema", self)
         job.around_evaluation(self.stepped_in)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -99,7 +76,7 @@ class _Average:
         due: dict[int, list[tuple[str, Tensor]]] = {}
         for name, x in named:
             self.updates[name] = n = self.updates.get(name, 0) + (round(steps) or 1)
-            if steps or n % self.every == 0:
+            if steps or n % self.ema.every == 0:
                 due.setdefault(n, []).append((name, x))
         for n, items in due.items():
             for name, x in items:
@@ -107,9 +84,7 @@ class _Average:
                     self.averages[name] = x.detach().clone()
             averages = [self.averages[name] for name, _ in items]
             weights = [x.detach() for _, x in items]
-            torch._foreach_lerp_(averages, weights, 1 - self.share(n, steps or self.every))
-            if self.write_back:
-                torch._foreach_copy_(weights, averages)
+            torch._foreach_lerp_(averages, weights, 1 - self.ema.kept(n, steps or self.ema.every))
 
     @contextmanager
     def stepped_in(self) -> Iterator[None]:

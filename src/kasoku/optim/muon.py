@@ -1,8 +1,7 @@
 """Muon: orthogonalised momentum for filters, Nesterov SGD for all other parameters.
 
-Note: updates of a part of the model. All state lives in `state[p]`, and on a CPU each filter is orthogonalised alone.
-So `job.update` on some parameters gives the same bits as a whole step. On other devices, filters of equal shape share
-batched products, which saves kernel launches.
+Note: updates of a part of the model. All state lives in `state[p]`, and each filter is orthogonalised alone. So
+`job.update` on some parameters gives the same bits as a whole step.
 """
 
 from collections.abc import Callable, Iterable
@@ -81,41 +80,27 @@ class Muon(torch.optim.Optimizer):
             if not group["filters"]:
                 torch._foreach_add_(params, directions, alpha=-group["lr"])
                 continue
-            updates = _orthogonalize_all([d.reshape(len(d), -1) for d in directions], group["steps"])
-            for p, update in zip(params, updates, strict=True):
+            for p, direction in zip(params, directions, strict=True):
+                update = orthogonalize(direction.reshape(len(p), -1), group["steps"])
                 p.mul_(len(p) ** 0.5 / torch.linalg.vector_norm(p).clamp(min=1e-12))
                 p.add_(update.reshape(p.shape), alpha=-group["lr"])
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """An approximation of the nearest matrix whose singular values are 1, in x's dtype; x is (..., rows, columns).
+    """An approximation of the nearest matrix whose singular values are 1, in x's dtype; x is (rows, columns).
 
     Computed in bfloat16 on GPUs that have it, otherwise in float32 (bfloat16 was not faster on a CPU with AMX).
     Ref: Newton-Schulz with the quintic of Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
     """
     a, b, c = _QUINTIC
-    tall = x.shape[-2] > x.shape[-1]
+    tall = len(x) > x.shape[1]
     y = x.mT if tall else x
     y = y / torch.linalg.matrix_norm(y.float(), keepdim=True).clamp(min=1e-7)
     y = y.to(torch.bfloat16 if x.is_cuda and computes_bf16(x.device) else torch.float32).contiguous()
-    multiply_add = torch.baddbmm if y.ndim == 3 else torch.addmm
     for _ in range(steps):
         gram = y @ y.mT
-        y = multiply_add(y, multiply_add(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     return (y.mT if tall else y).to(x.dtype)
-
-
-def _orthogonalize_all(matrices: list[Tensor], steps: int) -> list[Tensor]:
-    if matrices[0].device.type == "cpu":
-        return [orthogonalize(m, steps) for m in matrices]
-    where: dict[torch.Size, list[int]] = {}
-    for i, m in enumerate(matrices):
-        where.setdefault(m.shape, []).append(i)
-    out = list(matrices)
-    for same in where.values():
-        for i, m in zip(same, orthogonalize(torch.stack([matrices[i] for i in same]), steps).unbind(), strict=True):
-            out[i] = m
-    return out
 
 
 @checked

@@ -24,7 +24,6 @@ _MIN_UPDATE = 0.25
 _MIN_FIXED = 0.3  # the part that does not depend on the batch
 _MIN_LAUNCH = {"cuda": 0.75, "cpu": 0.4}  # a GPU computes while the host launches: a bound only near 1
 _MIN_STARVED = 0.15
-_MIN_MOVING = 0.5
 _SMALL_BATCH = 32  # images
 _TRIES = 10  # of a call whose time is measured
 _COMPUTE = ("forward", "backward", "update")
@@ -78,36 +77,28 @@ class StepBottleneck:
 
 
 def find_bottlenecks(
-    steps: Sequence[Step],
-    facts: StepFacts,
-    bounds: Mapping[str, float] | None = None,
-    *,
-    transfer_s: float | None = None,
-    blocks: Sequence[Step] = (),
-    last_in: Sequence[float] = (),
+    steps: Sequence[Step], facts: StepFacts, *, transfer_s: float | None = None, last_in: Sequence[float] = ()
 ) -> list[StepBottleneck]:
     """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
 
-    `steps`: the mean step of each rank in rank order: seconds by row of the ledger. `bounds`: measured by `kasoku
-    profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device. `transfer_s`: communication that no
+    `steps`: the mean step of each rank in rank order: seconds by row of the ledger. `transfer_s`: communication that no
     rank can hide: each step's minimum wait over ranks, as a mean over steps; None: the minimum over ranks of their mean
-    waits. `blocks`: the computing seconds a step by block of the model, for each rank in rank order, if known.
-    `last_in`: the share of the last steps in which each rank waited least, so that the others waited for it.
+    waits. `last_in`: the share of the last steps in which each rank waited least, so that the others waited for it.
     """
     if not steps or not all(steps):
         return []
     whole_s = max(1e-9, statistics.median(sum(step.values()) for step in steps))
-    usual = {row: statistics.median(step.get(row, 0.0) for step in steps) for row in steps[0]}
+    usual = {row: statistics.median(step[row] for step in steps) for row in steps[0]}
     if transfer_s is None:
         transfer_s = min(step["exposed"] for step in steps)
     candidates = [
-        *_of_all_ranks(usual, whole_s, facts, bounds or {}, transfer_s),
-        _straggler(steps, whole_s, blocks, last_in, facts.ranks or range(len(steps))),
+        *_of_all_ranks(usual, whole_s, facts, transfer_s),
+        _straggler(steps, whole_s, last_in, facts.ranks or range(len(steps))),
         _calls(usual, whole_s, facts),
         _cores(usual, whole_s, facts),
     ]
     causes = sorted((cause for cause in candidates if cause), key=lambda cause: -cause.share)
-    return causes or [_computing(usual, whole_s, bounds or {})]
+    return causes or [_computing(usual, whole_s)]
 
 
 def _cause(
@@ -119,11 +110,9 @@ def _cause(
     return StepBottleneck(name, round(min(1.0, lost_s / whole_s), 4), line, remedy)
 
 
-def _of_all_ranks(
-    usual: Step, whole_s: float, facts: StepFacts, bounds: Mapping[str, float], transfer_s: float
-) -> Iterator[StepBottleneck | None]:
+def _of_all_ranks(usual: Step, whole_s: float, facts: StepFacts, transfer_s: float) -> Iterator[StepBottleneck | None]:
     """The causes that hold up every rank alike; `transfer_s`: the least wait of any rank."""
-    transforms_s = usual.get("transforms", 0.0)
+    transforms_s = usual["transforms"]
     images_s = usual["input"] + usual["copy"] + transforms_s
     copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * images_s else ""
     copying += f", {_ms(transforms_s)} of it in Transforms" if transforms_s > 0.1 * images_s else ""
@@ -144,19 +133,13 @@ def _of_all_ranks(
         remedy = "use a fused rule (kasoku.optim.sgd, adamw, lars), a cheaper one, or a larger batch with fewer updates"
         yield _cause("update-bound", usual["update"], whole_s, line, remedy, least=_MIN_UPDATE)
 
-    moving_s = bounds["bytes"] / bounds["bytes_per_s"] if bounds else 0.0
-    if bounds and bounds["flops"] / bounds["flops_per_s"] <= moving_s <= whole_s:  # if longer, caches served most of it
-        line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
-        remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more for each byte"
-        yield _cause("memory-bound", moving_s, whole_s, line, remedy, least=_MIN_MOVING)
-
     line = f"{_of(usual['other'], whole_s)} is the loop itself, between the steps and the batches"
     remedy = "see kasoku profile's trace.json; read losses and write logs less often"
     yield _cause("loop-bound", usual["other"], whole_s, line, remedy)
 
 
 def _straggler(
-    steps: Sequence[Step], whole_s: float, blocks: Sequence[Step], last_in: Sequence[float], ranks: Sequence[int]
+    steps: Sequence[Step], whole_s: float, last_in: Sequence[float], ranks: Sequence[int]
 ) -> StepBottleneck | None:
     """The rank with the most work of its own; its waits for other ranks do not count."""
     if len(steps) < 2:
@@ -164,34 +147,16 @@ def _straggler(
     own = [{row: s for row, s in step.items() if row != "exposed"} for step in steps]
     own_s = [sum(step.values()) for step in own]
     last = own_s.index(max(own_s))
-    lag_s = own_s[last] - statistics.median(own_s[:last] + own_s[last + 1 :])
-    lags = _lags(own, last)
+    others = own[:last] + own[last + 1 :]
+    lag_s = own_s[last] - statistics.median(sum(step.values()) for step in others)
+    lags = {row: s - statistics.median(step[row] for step in others) for row, s in own[last].items()}
     row = max(lags, key=lambda row: lags[row])
     waits_s = statistics.median(step["exposed"] for rank, step in enumerate(steps) if rank != last)
-    most = f"most of it in {row} ({_ms(lags[row])}){_slow_block(blocks, last, lag_s)}"
-    line = f"rank {ranks[last]} takes {_ms(lag_s)} longer than the other ranks by its own work, {most}"
-    line += f"; they wait {_ms(waits_s)} of each step"
+    line = f"rank {ranks[last]} takes {_ms(lag_s)} longer than the other ranks by its own work, most of it in {row}"
+    line += f" ({_ms(lags[row])}); they wait {_ms(waits_s)} of each step"
     line += f", and it was the last in {last_in[last]:.0%} of the latest" if last_in else ""
     remedy = f"check rank {ranks[last]}'s host for other processes, its clock rate and its disk; or leave it out"
     return _cause("straggler", lag_s, whole_s, line, remedy)
-
-
-def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
-    """A clause that names the block in which a rank lags most, and says so if no block has half of the lag."""
-    if len(blocks) < 2 or not all(blocks):
-        return ""
-    lags = _lags(blocks, last)
-    worst, whole_s = max(lags, key=lambda name: lags[name]), sum(s for s in lags.values() if s > 0)
-    if whole_s < 0.5 * lag_s:
-        return ""  # the lag is elsewhere
-    spread = ", no block has half of it" if lags[worst] < 0.5 * whole_s else ""
-    return f", of all blocks most in {worst} ({_ms(lags[worst])}){spread}"
-
-
-def _lags(ranks: Sequence[Step], last: int) -> dict[str, float]:
-    """How much longer each row (or block) takes one rank than the median of the other ranks."""
-    others = [step for rank, step in enumerate(ranks) if rank != last]
-    return {row: s - statistics.median(step.get(row, 0.0) for step in others) for row, s in ranks[last].items()}
 
 
 def _calls(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
@@ -231,11 +196,9 @@ def _cores(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | No
     return _cause("oversubscribed", lost_s, whole_s, line, remedy)
 
 
-def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck:
+def _computing(usual: Step, whole_s: float) -> StepBottleneck:
     busy_s = usual["forward"] + usual["backward"]
     line = f"{_of(busy_s, whole_s)} is forward and backward, and nothing else holds it up"
-    if bounds.get("flops"):
-        line += f"; at the device's measured speed they would take {_ms(bounds['flops'] / bounds['flops_per_s'])}"
     remedy = "a lower precision, smaller images at first (LowResolution), or more devices"
     return StepBottleneck("compute-bound", round(min(1.0, busy_s / whole_s), 4), line, remedy)
 

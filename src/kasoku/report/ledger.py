@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from kasoku.core import Comm, Trace
-from kasoku.report.bottleneck import Step, StepFacts, find_bottlenecks
-from kasoku.report.phase_timer import APART, Steps
+from kasoku.report.bottleneck import StepFacts, find_bottlenecks
+from kasoku.report.phase_timer import APART, STEP, Steps
 
 Document = Mapping[str, Any]
 _STREAM = {"input": "input", "copy": "input", "transfer": "link"}  # transfers run beside the rank's own work
@@ -52,34 +52,32 @@ class Ledger:
         """Seconds by row since the process started, earlier parts of a resumed training included."""
         rows = {**self.setup, **self._loop()}
         rows["other"] = self.clock.now() - self.started - sum(s for row, s in rows.items() if row != "other")
-        step_rows = self.steps.step_rows
-        first = [row for row in (self.earlier | rows) if row not in (*step_rows, *APART, "compile")]
+        first = [row for row in (self.earlier | rows) if row not in (*STEP, *APART, "compile")]
         shown = [row for row in APART if row != APART[2] or rows.get(row) or self.earlier.get(row)]
-        names = [*first, "compile", *step_rows[:-1], *shown, "other"]
+        names = [*first, "compile", *STEP[:-1], *shown, "other"]
         return {row: rows.get(row, 0.0) + self.earlier.get(row, 0.0) for row in names}
 
     def training_s(self) -> float:
         """Seconds of all steps, earlier parts included."""
         rows = self.rows()
-        return sum(rows[row] for row in ("compile", *self.steps.step_rows))
+        return sum(rows[row] for row in ("compile", *STEP))
 
     def mean_s(self) -> dict[str, float]:
         """The mean whole step by row, without "compile"; a median would hide an input that stalls. Empty before any."""
         steps, warm_s = self.steps, self.steps.warm_s()
-        loop_s = {row: max(0.0, steps.loop_s[row] - warm_s.get(row, 0.0)) for row in steps.step_rows}
+        loop_s = {row: max(0.0, steps.loop_s[row] - warm_s.get(row, 0.0)) for row in STEP}
         return {row: s / steps.count for row, s in loop_s.items() if steps.count}
 
     def starved(self) -> float:
         """The share of the time since the loop began in which this thread was ready but had no core; 0: unknown."""
         return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
 
-    def document(self, comm: Comm, facts: StepFacts, bounds: Step | None = None) -> tuple[Document, Document]:
+    def document(self, comm: Comm, facts: StepFacts) -> tuple[Document, Document]:
         """The contents of ledger.json and timeline.json, of all ranks. Collective: all ranks call it.
 
-        `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part;
-        `bounds`: as for `find_bottlenecks`.
+        `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part.
         """
-        return documents_of(comm.gather_objects(self.of_rank()), facts, bounds)
+        return documents_of(comm.gather_objects(self.of_rank()), facts)
 
     def of_rank(self) -> dict[str, Any]:
         """This rank's part of the documents, for JSON; waits for a GPU."""
@@ -88,14 +86,14 @@ class Ledger:
         rows = self.rows()
         this_part = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
         own: dict[str, Any] = {"rows": _rounded(this_part), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
-        own |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
+        own |= {"waits": waits, "whole": _rounded(rows)}
         own["beside"] = _rounded(self.beside | self.trace.beside)
         return own | {"spans": self._spans() if self.trace.rank < _TIMELINE_RANKS else []}
 
     def _loop(self) -> dict[str, float]:
         """Seconds of this part since the loop began: compile, the rows of a step, evaluation, checkpoints."""
         steps, spent_s = self.steps, self.steps.host_s()
-        loop = {row: spent_s.get(row, 0.0) for row in steps.step_rows}
+        loop = {row: spent_s.get(row, 0.0) for row in STEP}
         if steps.device.type == "cuda":  # divided as the device's time was
             device_s, host_s = sum(steps.loop_s.values()), sum(loop.values())
             loop = {row: host_s * steps.loop_s[row] / device_s if device_s else 0.0 for row in loop}
@@ -118,7 +116,7 @@ class Ledger:
         return spans
 
 
-def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | None = None) -> tuple[Document, Document]:
+def documents_of(ranks: Sequence[Document], facts: StepFacts) -> tuple[Document, Document]:
     """The contents of ledger.json and timeline.json, of what `Ledger.of_rank` gave on each rank, in rank order."""
     rows = ranks[0]["whole"]
     # of each of the last steps the least wait of any rank, which is the transfer itself
@@ -126,15 +124,13 @@ def documents_of(ranks: Sequence[Document], facts: StepFacts, bounds: Step | Non
     transfer_s = statistics.fmean(map(min, together)) if together else None
     last = Counter(step.index(min(step)) for step in together)  # the rank that the others waited for
     last_in = [last[rank] / len(together) for rank in range(len(ranks))] if together else []
-    blocks = [rank["block_s"] for rank in ranks]
     means = [rank["mean_s"] for rank in ranks]
-    causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, blocks=blocks, last_in=last_in)
+    causes = find_bottlenecks(means, facts, transfer_s=transfer_s, last_in=last_in)
     ledger = {
         "wall_s": round(sum(rows.values()), 3),
         "rows": rows,
         "beside": ranks[0]["beside"],
         "step_s": {row: round(s, 7) for row, s in ranks[0]["step_s"].items()},
-        "bounds": bounds or {},
         "verdict": [asdict(cause) for cause in causes],
         "ranks": [rank["rows"] for rank in ranks],
         "last_in": [round(share, 4) for share in last_in],

@@ -19,18 +19,14 @@ import torch
 from torch import nn
 
 from kasoku.core import Batch, Clock, Job, Span, Stage, Technique
-from kasoku.report.block_timer import follow_blocks
 
-STEP = ("input", "copy", "forward", "backward", "exposed", "update", "other")  # the rows of a step
+STEP = ("input", "copy", "transforms", "forward", "backward", "exposed", "update", "other")  # the rows of a step
 APART = ("evaluate", "save", "other members")  # rows beside the steps; the last: of an ensemble trained in turns
-TRANSFORMS = "transforms"  # a row after "copy", only of steps with such a span
-_ROW = {**{row: row for row in (*STEP, TRANSFORMS)}, "wait": "exposed"}  # the row of a phase or of a kind of span
-_BLOCK_ROWS = ("forward", "backward")  # rows that are divided by block
+_ROW = {**dict(zip(STEP, STEP, strict=True)), "wait": "exposed"}  # the row of a phase or of a kind of span
 _WARM = ("forward", "backward", "update")  # rows in which the first step compiles, chooses kernels, allocates memory
 _MEDIAN_STEPS = 1000
 _WARM_UP_STEPS = 32  # that the first step is compared with: computed for every line of metrics
 _TIMELINE_STEPS = 3
-_BLOCK_STRIDE = 4  # on several ranks, every fourth step is timed block by block
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,7 @@ class Timed(Technique, stage=Stage.COMM):  # applied last: the hooks of other te
     loss. The time from the end of a step to the request for the next batch is "other". See `Ledger`.
 
     Saves: the search for where the time goes.
-    Costs: about ten readings of the clock a step; on CUDA as many events, without waiting for them. On several ranks
-        three more for each block in every fourth step, to find the block in which a late rank is slow.
+    Costs: about ten readings of the clock a step; on CUDA as many events, without waiting for them.
     """
 
     def apply(self, job: Job) -> None:
@@ -70,8 +65,6 @@ class Timed(Technique, stage=Stage.COMM):  # applied last: the hooks of other te
 
         job.on_close(model.register_forward_pre_hook(lambda m, _: enter(m, "forward"), prepend=True).remove)
         job.on_close(model.register_forward_hook(lambda m, *_: enter(m, "backward")).remove)
-        if job.comm.size > 1:
-            follow_blocks(job, steps.enter, lambda: steps.count % _BLOCK_STRIDE == _BLOCK_STRIDE - 1)
         job.before_step(lambda: phase("update"))
         job.after_step(end_step)
         job.around_loader(timed_input)
@@ -84,7 +77,6 @@ class _Mark(NamedTuple):
     moment: Any
     name: str = ""
     bytes: int = 0
-    block: str = ""
 
 
 class Steps:
@@ -94,21 +86,15 @@ class Steps:
         loop_s: seconds of whole steps by row; on a GPU by the device's clock.
         count: the number of finished steps.
         rows: seconds by row of each of the latest steps, without the first one since `begin`.
-        blocks: seconds of forward and backward by block, without waits within them, of the latest steps timed so.
     """
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
         self.clock, self.device = clock, device
-        self._row, self._block = "other", ""  # the running block of the model, in steps timed block by block
+        self._row = "other"
         self._free: list[Any] = []  # events to reuse
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._device_s = 0.0  # the device's time at the end of the last step read
         self.begin()
-
-    @property
-    def step_rows(self) -> tuple[str, ...]:
-        """The rows of these steps, in order."""
-        return (*STEP[:2], TRANSFORMS, *STEP[2:]) if TRANSFORMS in self._host_s else STEP
 
     def begin(self) -> None:
         """Starts to count steps anew."""
@@ -117,7 +103,6 @@ class Steps:
         self.loop_s: defaultdict[str, float] = defaultdict(float)
         self._first: dict[str, float] = {}
         self.rows: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
-        self.blocks: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
         self._latest: deque[tuple[list[_Mark], list[float]]] = deque(maxlen=_TIMELINE_STEPS)
         self._marks = [_Mark(self._row, self._moment())]
         self._pending: deque[list[_Mark]] = deque()
@@ -129,15 +114,10 @@ class Steps:
         row = next(itertools.chain(apart, (_ROW[kind] for kind in inner_first if kind in _ROW)), "other")
         if row == self._row and (row in APART or not (name or self._marks[-1].name)):
             return
-        self._note(row, name, bytes)
-
-    def enter(self, block: str) -> None:
-        """Assigns the time from now on to a block of the model, or to none ("")."""
-        self._block = block
-        self._note(self._row)
+        self._switch(row)
+        self._marks.append(_Mark(row, self._moment(), name, bytes))
 
     def end(self) -> None:
-        self._block = ""
         self._switch(self._row)
         last = _Mark(self._row, self._moment())
         self._pending.append([*self._marks, last])
@@ -161,20 +141,15 @@ class Steps:
     def step_s(self) -> dict[str, float]:
         """The median step by row, without the first step unless it is the only one; zeros before any."""
         rows = [*self.rows] or ([self._first] if self._first else [])
-        return {row: statistics.median(s.get(row, 0.0) for s in rows) if rows else 0.0 for row in self.step_rows}
-
-    def block_s(self) -> dict[str, float]:
-        """The median seconds of each block over the steps that were timed block by block; empty if none was."""
-        names = self.blocks[-1] if self.blocks else {}
-        return {name: statistics.median(step.get(name, 0.0) for step in self.blocks) for name in names}
+        return {row: statistics.median(s[row] for s in rows) if rows else 0.0 for row in STEP}
 
     def spans(self) -> list[Span]:
         """The parts of the last few steps without an evaluation or a checkpoint; their kinds are rows."""
         return [
-            Span(mark.row, mark.name or mark.block or mark.row, start, stop, bytes=mark.bytes)
+            Span(mark.row, mark.name or mark.row, start, stop, bytes=mark.bytes)
             for marks, moments in self._latest
             for mark, (start, stop) in zip(marks, itertools.pairwise(moments), strict=True)
-            if mark.row in self.step_rows and stop > start
+            if mark.row in STEP and stop > start
         ]
 
     def warm_s(self) -> dict[str, float]:
@@ -183,11 +158,6 @@ class Steps:
             return {}
         later = [*itertools.islice(self.rows, _WARM_UP_STEPS)]
         return {row: max(0.0, self._first[row] - statistics.median(step[row] for step in later)) for row in _WARM}
-
-    def _note(self, row: str, name: str = "", bytes: int = 0) -> None:
-        self._switch(row)
-        block = self._block if row in _BLOCK_ROWS else ""
-        self._marks.append(_Mark(row, self._moment(), name, bytes, block))
 
     def _switch(self, row: str) -> None:
         now = self.clock.now()
@@ -208,16 +178,12 @@ class Steps:
             self._free += moments[:-1]  # the last one begins the next step
             moments = [self._device_s + moments[0].elapsed_time(moment) / 1000 for moment in moments]
             self._device_s = moments[-1]
-        row_s, block_s = dict.fromkeys(self.step_rows, 0.0), defaultdict[str, float](float)
+        row_s = dict.fromkeys(STEP, 0.0)
         for mark, (start, stop) in zip(marks[:-1], itertools.pairwise(moments), strict=True):
             if mark.row in row_s:
                 row_s[mark.row] += stop - start
-            if mark.block:
-                block_s[mark.block] += stop - start
         for row, seconds in row_s.items():
             self.loop_s[row] += seconds
-        if block_s:
-            self.blocks.append(block_s)
         if self._first:
             self.rows.append(row_s)
         else:

@@ -48,15 +48,14 @@ def profile_tables(document: Mapping[str, Any]) -> Iterator[tuple[str, list[str]
         return
     yield _table("blocks, the slowest first", _BLOCK, blocks)
     yield _table("operators, over the traced steps", _OPERATOR, document["operators"])
-    at_s, place, most = max(document["memory"], key=lambda sample: sample[2])
     idle = [step["idle_s"] / max(step["step_s"], 1e-9) for step in document["iterations"]]
     b = document["bounds"]
+    by = "bytes" if b["least_s"] > 1.01 * b["flops"] / b["flops_per_s"] else "FLOPs"
     facts = {
         "idle in each iteration": " ".join(f"{share:.0%}" for share in idle),
-        "memory, at most": f"{mib(most)} MiB, {ms(at_s)} ms into a step ({place})",
         "FLOPs of a step": f"{b['flops'] / 1e9:,.3f} G; this device did {b['flops_per_s'] / 1e9:,.0f} G/s",
         "bytes of a step": f"{mib(b['bytes'])} MiB; this device moved {mib(b['bytes_per_s'])} MiB/s",
-        "bound": f"{ms(b['least_s'])} ms at least, {b['reached']:.0%} of a step's {ms(b['step_s'])} ms",
+        "bound": f"{ms(b['least_s'])} ms at least, by its {by}; {b['reached']:.0%} of a step's {ms(b['step_s'])} ms",
     }
     yield "the device", [], [[name, line] for name, line in facts.items()]
 

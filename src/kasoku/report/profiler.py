@@ -1,33 +1,33 @@
 """Profiles a few steps of a job: time and memory of each block, operators, FLOPs and bytes, idle time.
 
 Note: separate steps. Each measurement disturbs its step, so each has steps of its own: one for FLOPs, bytes
-and saved activations, undisturbed steps for the ledger, steps for block times, one for memory, and traced ones.
+and saved activations, undisturbed steps for the ledger, steps for block times, and traced ones.
 """
 
 import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from kasoku.core import InputError, Job
-from kasoku.core.blocks import blocks
+from kasoku.core.blocks import blocks, ignores_values
 from kasoku.core.clock import Stopwatch
-from kasoku.core.hardware import cores, resident_bytes
+from kasoku.core.hardware import cores
 from kasoku.data.loading.loader import endless
-from kasoku.report.block_timer import BlockEvent, block_hooks
 from kasoku.report.bottleneck import fastest_s
 
+BlockEvent = Callable[[str, str], None]  # (block, "forward" | "ended" | "backward")
 _WARM, _WARM_ON_RANKS = 3, 16  # steps that compile, choose kernels and allocate memory; in which Overlap finds its plan
 _ITERATION = "kasoku iteration"
 _MAX_OPERATORS = 20
@@ -58,14 +58,12 @@ class StepProfile:
         blocks: name, median forward_s and backward_s (0 if its output is not a tensor with a gradient),
             parameter_bytes, and saved_bytes: what its forward saves for backward and no earlier block has saved.
         operators: operators and kernels, over all traced steps: name, calls, and own seconds host_s and device_s.
-        memory: (seconds from the start of a step, place, bytes in use).
         bounds: of `Profiler.bounds`.
     """
 
     blocks: list[dict[str, Any]]
     operators: list[dict[str, Any]]
     iterations: list[Iteration]
-    memory: list[tuple[float, str, int]]
     bounds: dict[str, float]
 
 
@@ -122,11 +120,9 @@ class Profiler:
             "reached": round(least_s / max(step_s, 1e-9), 4),
         }
 
-    def look(
-        self, steps: int, plain: list[Iteration], bounds: dict[str, float], *, trace: Path | None = None
-    ) -> StepProfile:
-        """Profiles `steps` steps of each kind; `trace`: the file for a Chrome trace of some of them."""
-        times_s, memory = self._block_times(steps), self._memory()
+    def look(self, steps: int, plain: list[Iteration], *, trace: Path | None = None) -> StepProfile:
+        """Profiles `steps` steps of each kind beside the `plain` ones; `trace`: the file for a Chrome trace of some."""
+        times_s = self._block_times(steps)
         operators, iterations = self._traced(min(steps, _MAX_TRACED), trace)
         blocks = [
             {
@@ -138,7 +134,7 @@ class Profiler:
             }
             for name, block in self.blocks
         ]
-        return StepProfile(blocks, operators, iterations if self.cuda else plain, memory, bounds)
+        return StepProfile(blocks, operators, iterations if self.cuda else plain, self.bounds(plain))
 
     def step(self, event: BlockEvent = lambda name, what: None, *, inside: bool = False) -> None:
         """One update. Returns when the device is done.
@@ -182,16 +178,6 @@ class Profiler:
                     times_s[name, what][i] += self.watch.seconds(begin, following)
         return {key: statistics.median(seconds) for key, seconds in times_s.items()}
 
-    def _memory(self) -> list[tuple[float, str, int]]:
-        """Bytes in use at each block of one step: allocated on a GPU, else resident in the process."""
-        begin_s = time.perf_counter()
-
-        def read() -> tuple[float, int]:
-            in_use = torch.cuda.memory_allocated(self.device) if self.cuda else resident_bytes()
-            return round(time.perf_counter() - begin_s, 6), in_use
-
-        return [(at_s, f"{name} {what}".strip(), in_use) for name, what, (at_s, in_use) in self._events(read)]
-
     def _counted(self) -> tuple[Counter[str], int, int]:
         """Bytes that each block saves for backward, FLOPs, and bytes read and written, of one uncompiled step."""
         saved: Counter[str] = Counter()
@@ -223,7 +209,7 @@ class Profiler:
 
     def _traced(self, steps: int, file: Path | None) -> tuple[list[dict[str, Any]], list[Iteration]]:
         """Operators and, on a GPU, the idle time of each step, from torch's profiler."""
-        with torch.profiler.profile() as record:
+        with torch.profiler.profile(profile_memory=True) as record:
             for _ in range(steps):
                 with torch.profiler.record_function(_ITERATION):
                     self.step()
@@ -234,7 +220,7 @@ class Profiler:
         operators = [
             {"name": name, "calls": calls, "host_s": host_us / 1e6, "device_s": device_us / 1e6}
             for name, calls, host_us, device_us in rows
-            if name != _ITERATION
+            if name not in (_ITERATION, "[memory]")
         ]
         operators.sort(key=lambda operator: -operator["device_s" if self.cuda else "host_s"])
         events: Any = record.events() if self.cuda else ()
@@ -243,6 +229,26 @@ class Profiler:
         busy = [(kernel.start, kernel.end) for kernel in kernels]
         traced = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
         return operators[:_MAX_OPERATORS], [_iteration(busy, step.start, step.end) for step in traced]
+
+
+def block_hooks(named_blocks: Iterable[tuple[str, nn.Module]], event: BlockEvent) -> list[Any]:
+    """Calls event(block, what) when a block's forward begins and ends, and when its backward begins.
+
+    A backward begins when the gradient of the block's output arrives. Blocks whose output is not a single tensor with a
+    gradient have no backward event. Returns the handles of the hooks, except those on outputs.
+    """
+
+    def hook(name: str, block: nn.Module) -> tuple[Any, Any]:
+        def after(module: nn.Module, _: object, output: object) -> None:
+            event(name, "ended")
+            if isinstance(output, Tensor) and output.requires_grad:
+                register: Any = output.register_hook
+                register(lambda _: event(name, "backward"))
+
+        pre = ignores_values(lambda module, _: event(name, "forward"))
+        return block.register_forward_pre_hook(pre), block.register_forward_hook(ignores_values(after))
+
+    return [handle for name, block in named_blocks for handle in hook(name, block)]
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -196,6 +196,7 @@ def load(name: str, settings: Sequence[str] = ()) -> Cluster:
         raise InputError(f"cluster {name}: one of {', '.join(shipped('clusters'))}, or a file that ends in .toml")
     document = read(path, settings, wanted="a cluster file is wanted")
     try:
-        return parse(Cluster, document)
+        cluster = parse(Cluster, document)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    return replace(cluster, name=", ".join([cluster.name, *settings]))

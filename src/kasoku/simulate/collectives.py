@@ -14,9 +14,6 @@ compression, everywhere or only between nodes.
 Note: Wire. It sends every rank its part of all gradients by an all-to-all, and the means by an all-gather. On nodes of
 several GPUs nearly all bytes of an all-to-all leave the node, while a ring leaves it once: there it may be slower than
 Mean.
-
-Note: LowRank. Its two all-reduces come one after the other, and so do its passes over the gradients, which take the
-GPU's memory bandwidth. They are counted as a part of the chunk's transfer. The latency of its QR is not.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
 """
 
@@ -30,16 +27,14 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from kasoku.core import InputError
-from kasoku.distributed import Hierarchical, LowRank, Mean, Reducer, Wire
+from kasoku.distributed import Hierarchical, Mean, Reducer, Wire
 from kasoku.distributed.ddp.cost_model import LinkModel
-from kasoku.simulate.cluster import Cluster, Gpu, Protocol
+from kasoku.simulate.cluster import Cluster, Protocol
 
 Flow = tuple[int, int, float]  # from, to, bytes for each byte that is reduced
 _FP32 = 4  # bytes of an element
-_PASSES = 12  # over a chunk: LowRank adds it to the error, multiplies that twice, subtracts, cleans, writes the product
 _EXCHANGED = "all-to-all and all-gather"
 _MEAN = Mean()
 
@@ -94,42 +89,13 @@ class Fastest(LinkModel):
 ALONE = Fastest(choices=(("none", LinkModel(0.0, math.inf)),))  # one GPU has nothing to send
 
 
-@dataclass(frozen=True, kw_only=True)
-class LowRankLink(Fastest):
-    """The mean of a chunk by LowRank: its collectives, and its passes on a GPU.
-
-    Attributes: `inside`: reduce-scatter and all-gather within nodes of `node` ranks, between which LowRank averages.
-    """
-
-    reducer: LowRank
-    gpu: Gpu
-    inside: Fastest
-    node: int
-
-    def sent(self, size: float) -> list[int]:
-        """Bytes of each all-reduce of a rank's part of `size` bytes."""
-        elements = -(-round(size / _FP32) // self.node)
-        shape = self.reducer.shape(elements)
-        return [_FP32 * self.reducer.rank * side for side in shape] if any(shape) else [_FP32 * elements]
-
-    def seconds(self, size: float) -> float:
-        messages = self.sent(size)
-        link_s = self.inside.seconds(size) + sum(Fastest.seconds(self, self.node * n) for n in messages)
-        part = size / self.node if len(messages) > 1 else 0.0  # bytes
-        products_s = 8 * self.reducer.rank * part / _FP32 / (1e12 * self.gpu.tflops)
-        return link_s + max(products_s, _PASSES * part / (1e9 * self.gpu.memory_gb_s))
-
-    def choice(self, size: float) -> str:
-        return f"low rank, {super().choice(self.node * max(self.sent(size)))}"
-
-
 def flat(reducer: Reducer) -> Reducer:
     """The reducer between all ranks, or between nodes. Raises InputError if it is not simulated."""
     alike = reducer.across if type(reducer) is Hierarchical else reducer
-    if type(alike) not in (Mean, Wire, LowRank):  # a subclass may send anything
+    if type(alike) not in (Mean, Wire):  # a subclass may send anything
         name = ("" if alike is reducer else "Hierarchical across=") + type(alike).__name__
-        allowed = "Mean, Wire, LowRank, and Hierarchical across one of them"
-        raise InputError(f"reducer {name}: what it sends is not known: {allowed} are simulated; take one of these")
+        allowed = "Mean, Wire, and Hierarchical across one of them"
+        raise InputError(f"reducer {name}: its time is not known: {allowed} are simulated; take one of these")
     return alike
 
 
@@ -137,39 +103,31 @@ def flat(reducer: Reducer) -> Reducer:
 def link(cluster: Cluster, gpus: int, reducer: Reducer = _MEAN) -> Fastest:
     """The time of a mean of gradients on the first GPUs of a cluster, by their bytes in fp32.
 
-    `reducer`: Mean (by a ring or, between nodes, by two trees, whichever is faster, as NCCL chooses), Wire, LowRank, or
-    Hierarchical of one of these. Raises InputError for a reducer that is not simulated, and for GPUs that do not fill
+    `reducer`: Mean (by a ring or, between nodes, by two trees, whichever is faster, as NCCL chooses), Wire, or
+    Hierarchical of one of them. Raises InputError for a reducer that is not simulated, and for GPUs that do not fill
     their nodes.
     """
-    nodes, alike, row = cluster.nodes_for(gpus), flat(reducer), 1
+    nodes, wire, row = cluster.nodes_for(gpus), isinstance(flat(reducer), Wire), 1
     if gpus == 1:
         return ALONE
     if isinstance(reducer, Hierarchical):  # as its `bind` does
         row = reducer.node or min(gpus, cluster.node.gpus)
         if gpus % row:
             raise InputError(f"Hierarchical: {gpus} GPUs in nodes of {row}: the nodes must be equal in size")
-        alike = _MEAN if row == gpus else alike
-    wire, low_rank, inside = isinstance(alike, Wire), isinstance(alike, LowRank), ALONE
+        wire = wire and row < gpus  # within one node Hierarchical is Mean
     if 1 < row < gpus:
         name = "hierarchical" if row == cluster.node.gpus else f"hierarchical in rows of {row}"
         name += f", {_EXCHANGED} across" if wire else ""
         within = gather(cluster, gpus, row) + gather(cluster, gpus, row)  # a reduce-scatter and an all-gather
         across = columns(cluster, gpus, row, exchanged=wire)
-        if low_rank:
-            inside = fastest(cluster, [(name, within)])
-        else:
-            across = [within + (shape.of(0.5) if wire else shape) for shape in across]
-        shapes = [(name, shape) for shape in across]
+        shapes = [(name, within + (shape.of(0.5) if wire else shape)) for shape in across]
     elif wire:
-        row, shapes = 1, [(_EXCHANGED, (exchange(cluster, gpus) + gather(cluster, gpus)).of(0.5))]
+        shapes = [(_EXCHANGED, (exchange(cluster, gpus) + gather(cluster, gpus)).of(0.5))]
     else:
         # a ring for each NIC with its part of the bytes; each ring enters and leaves a node once
-        row, shapes = 1, [("ring", gather(cluster, gpus).twice())]
+        shapes = [("ring", gather(cluster, gpus).twice())]
         shapes += [("tree", tree(cluster, gpus))] if nodes > 1 else []
-    between = fastest(cluster, shapes)
-    if not isinstance(alike, LowRank):
-        return between
-    return LowRankLink(**vars(between), reducer=alike, gpu=cluster.device, inside=inside, node=row)
+    return fastest(cluster, shapes)
 
 
 @lru_cache(maxsize=1024)
@@ -237,17 +195,13 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
     each, high = gpus // nodes, gpus // width
     ranks = np.arange(gpus)
 
-    def members(size: int) -> npt.NDArray[np.intp]:
-        """[i, k]: the GPUs at place k of a row in the i-th group of `size` consecutive GPUs."""
-        count = -(-gpus // size)
-        return np.bincount(ranks // size * width + ranks % width, minlength=count * width).reshape(-1, width)
-
     def outgoing(size: int) -> float:
-        """The bytes that the busiest group of `size` GPUs sends to other groups, for each byte of a rank."""
-        inside = members(size)
+        """The bytes that the busiest group of `size` consecutive GPUs sends to others, for each byte of a rank."""
+        places = ranks // size * width + ranks % width  # of a GPU: its group, and its place in its row
+        inside = np.bincount(places, minlength=-(-gpus // size) * width).reshape(-1, width)
         return float((inside * (high - inside)).sum(1).max()) / high
 
-    busiest_s = [float(members(each).max() - 1) / high / (1e9 * node.port_gb_s) if each > 1 else 0.0]
+    busiest_s = [(-(-each // width) - 1) / high / (1e9 * node.port_gb_s) if each > 1 else 0.0]
     if nodes > 1:
         busiest_s.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
     if racks and racks.uplink_gb_s:  # the last rack may not be full

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous
+from kasoku.config.ranks import TEST_PASSES, check_share
 from kasoku.config.recipe import Recipe, network
 from kasoku.config.updates import data_info, evaluations, growth, pixel_share, updates, updates_in_epoch
 from kasoku.core import InputError
 from kasoku.data import Facts
-from kasoku.distributed import OneBucket, Overlap, Planned, Policy
+from kasoku.distributed import Mean, OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
-from kasoku.simulate.collectives import LowRankLink, flat
+from kasoku.simulate.collectives import flat
 from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
+_MS = 1e3
 _SHOWN = 6  # kinds of steps, in a table
 _SLICES = 20  # of an epoch, in each of which all steps are alike
-_FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a remark, which advises at least _ENOUGH
+_FEW = 16  # images that share BatchNorm statistics: fewer get a remark
 
 
 @dataclass(frozen=True)
@@ -89,16 +90,16 @@ class Scenario:
 
         return [(step if kind == plain else simulated(*kind), count) for kind, count in counts.items()]
 
-    def described(self, step: SimulatedStep) -> dict[str, str]:
-        """A row of a table about steps that are not all alike; empty if they are."""
+    def described(self, step: SimulatedStep) -> str:
+        """The kinds of steps that are not all alike; empty if they are."""
         kinds = [
             f"{count:,.0f} of {own.images:,} images"
             + (f" at {own.pixels:.0%} of their pixels" if own.pixels < 1 else "")
             + (", synchronous" if step.inputs.asynchronous and not own.inputs.asynchronous else "")
-            + f": {1e3 * own.step_s:.2f} ms"
+            + f": {_MS * own.step_s:.2f} ms"
             for own, count in self.steps(step)
         ]
-        return {"steps": "; ".join(kinds[:_SHOWN]) + ("; ..." if len(kinds) > _SHOWN else "")} if kinds[1:] else {}
+        return "; ".join(kinds[:_SHOWN]) + ("; ..." if len(kinds) > _SHOWN else "") if kinds[1:] else ""
 
     def rows(self, step: SimulatedStep) -> dict[str, float]:
         """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
@@ -140,6 +141,30 @@ class Scenario:
             "usd": self.usd(step, training_s),
         }
 
+    def table(self, step: SimulatedStep, document: Mapping[str, Any]) -> dict[str, str]:
+        """The rows of a printed table; `document`: the figures of this step."""
+        inputs, pace = step.inputs, step.inputs.asynchronous if step.gpus > 1 else None
+        cluster, reducer = self.simulator.cluster, self.simulator.sharing.reducer
+        device, free = cluster.device, pace and pace.max_staleness is None
+        exchanged = "exchanges" if pace else "all-reduces"
+        algorithm = inputs.link.choice(max(inputs.sizes(), default=0.0))
+        price = f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price"
+        rows = {
+            "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
+            "nodes": f"{cluster.nodes_for(step.gpus):,}",
+            "step": f"{_MS * step.step_s:.2f} ms",
+            "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
+            "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
+            "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {exchanged}",
+            "groups": f"{len(inputs.plan.buckets)} ({inputs.plan.policy}); the largest by {algorithm}",
+            "reducer": str(reducer) if step.gpus > 1 and reducer != Mean() else "",
+            "steps": self.described(step),
+            "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
+            "training": f"{document['training_s']:,.1f} s for {self.recipe.epochs:g} epochs; {price}",
+            "source": device.source or "the cluster's file",
+        }
+        return {name: text for name, text in rows.items() if text}
+
     def usd(self, step: SimulatedStep, seconds: float) -> float:
         """The rent of a step's GPUs for this time; 0 if the price is unknown."""
         return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
@@ -152,38 +177,21 @@ class Scenario:
         lines = list(self.notes)
         if step.inputs.asynchronous and step.gpus > 1:
             lines.append("Asynchronous: only links are simulated, not the owners' additions or copies to a host")
-        if isinstance(step.inputs.link, LowRankLink):
-            lines.append("LowRank: its passes over the gradients are simulated, the latency of its QR is not")
         if step.norms_s:
-            waits = f"BatchNorms wait for all ranks, {1e3 * step.norms_s:.2f} ms of the exposed communication"
+            waits = f"BatchNorms wait for all ranks, {_MS * step.norms_s:.2f} ms of the exposed communication"
             lines.append(f"norm_batch={recipe.norm_batch} is more than a rank has at once: {waits}")
         if not profile and precision not in ("auto", "fp16", gpu.precision):
             lines.append(f"precision = {precision}: {gpu.name} was measured in {gpu.precision}; a profile is surer")
         if not profile and any(technique.saves_memory for technique in recipe.techniques):
             lines.append("SavedMemory: its recomputation is not simulated; a profile includes it")
-        return lines + self._few_images(step.gpus) + remarks(simulator.net, gpu, images, profile)
-
-    def _few_images(self, gpus: int) -> list[str]:
-        """A remark if BatchNorm statistics are of too few images, with settings under which more images share them."""
-        recipe, shared = self.recipe, self.recipe.images_per_norm(gpus)
-        if not self.simulator.net.norms or shared >= _FEW:
-            return []
-        most, enough = recipe.batch // max(1, recipe.accumulate), 0  # the least norm_batch that is enough; 0: none
-        if not (recipe.device.graphs or is_asynchronous(recipe, gpus)):  # statistics of several ranks work with neither
-            sizes = (n for n in range(max(_ENOUGH, shared + 1), most + 1) if recipe.batch % n == 0)
-            enough = next((n for n in sizes if can_share(replace(recipe, norm_batch=n), gpus)), 0)
-        waits = " (ranks then wait for statistics)" if enough > most // gpus else ""
-        ways = [f"--set norm_batch={enough}{waits}" if enough else "a larger batch"]
-        if recipe.accumulate > 1 and not (enough and recipe.norm_batch):
-            ways.append(f"a smaller accumulate than {recipe.accumulate}")
-        if gpus > 1 and not recipe.norm_batch:
-            ways.append("fewer GPUs")
-        then = ", and then a larger norm_batch" if recipe.norm_batch and not enough else ""
-        return [
-            f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy and "
-            "cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
-            f"arXiv 1803.08494): {' or '.join(ways)}{then}"
-        ]
+        shared = recipe.images_per_norm(step.gpus)
+        if simulator.net.norms and shared < _FEW:
+            lines.append(
+                f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy "
+                "and cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He "
+                "2018, arXiv 1803.08494): take a larger norm_batch or batch, a smaller accumulate, or fewer GPUs"
+            )
+        return lines + remarks(simulator.net, gpu, images, profile)
 
 
 def scenario(
@@ -197,7 +205,7 @@ def scenario(
     if recipe.auto_batch:
         given = 'batch = "auto" is tuned on the machine that trains'
         raise InputError(f"{given}: give --set batch=B, or the recipe of a run that was tuned")
-    shared = sharing(recipe, cluster)
+    shared = sharing(recipe)
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
@@ -216,8 +224,8 @@ def _inspect(recipe: Recipe, facts: Facts) -> ModelCosts:
     return model_costs(name, module, (facts.channels, facts.side, facts.side))
 
 
-def sharing(recipe: Recipe, cluster: Cluster) -> Sharing:
-    """How a recipe's ranks share gradients on a cluster. Raises InputError for techniques that are not simulated."""
+def sharing(recipe: Recipe) -> Sharing:
+    """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
     techniques = recipe.scaled_techniques
     exchanging = sorted((t for t in techniques if t.exchanges_gradients), key=lambda t: t.stage)
     exchange: Any = [*exchanging, Overlap()][0]
@@ -229,23 +237,17 @@ def sharing(recipe: Recipe, cluster: Cluster) -> Sharing:
     if not exchange.overlaps_backward:
         return Sharing(AfterBackward())
     flat(exchange.reducer)  # raises for a reducer that is not simulated
-    precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
-    # fp16's loss scaling waits for all gradients if the reducer may make a finite one infinite
-    whole = precision == "fp16" and not exchange.reducer.largest(ranks=2)
-    whole = whole or any(t.needs_whole_gradients for t in techniques)
+    whole = any(t.needs_whole_gradients for t in techniques)
     policy, late = exchange.buckets, exchange.next_forward and not whole
     if recipe.device.graphs:  # for which Planned finds one bucket
         policy, late = AfterBackward(OneBucket() if isinstance(policy, Planned) else policy), False
     return Sharing(policy, late, reducer=exchange.reducer)
 
 
-def sweep(
-    base: Scenario, gpus: Sequence[int], step: SimulatedStep, changed: tuple[str, Cluster] | None = None
-) -> dict[str, list[SimulatedStep]]:
+def sweep(base: Scenario, gpus: Sequence[int], step: SimulatedStep) -> dict[str, list[SimulatedStep]]:
     """Steps at each number of GPUs with the images a GPU of `step`, under each way to share gradients.
 
     The ways are: nothing hidden, hidden behind backward, and the recipe's own.
-    `changed`: a name and another cluster, on which the last way is simulated too.
     """
     simulator, plan, late = base.simulator, step.inputs.plan, step.inputs.late
     shared, parts, images = simulator.sharing, base.recipe.parts(step.gpus), base.images_each(step)
@@ -261,9 +263,6 @@ def sweep(
     elif step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"
         simulators[name] = replace(simulator, sharing=replace(shared, policy=plan, next_forward=late))
-    if changed:
-        last = list(simulators)[-1]
-        simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])
     return {name: [each.step(n, n * images, parts=parts) for n in gpus] for name, each in simulators.items()}
 
 

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from kasoku.config.ranks import can_share
-from kasoku.config.recipe import Recipe, batches_of_points, load, read_document
+from kasoku.config.recipe import Recipe
 from kasoku.config.updates import growth, updates
-from kasoku.core import InputError, Schedule, say
+from kasoku.core import InputError
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
 from kasoku.simulate.collectives import flat
@@ -19,8 +18,6 @@ from kasoku.simulate.from_recipe import Scenario, scenario, sharing, sizes
 # (benchmarks/simulate_published.py): the ranges of a plan; no simulated step depends on them. Bounds from physics alone
 # were tried (RECORDS.md): too wide to help with a deadline, and one of these runs lay outside
 LEAST, MOST = 0.97, 1.19
-_TIMES = ("epochs", "milestones", "turn")  # of schedules, other than their warm-ups
-_ROUNDS = 20  # of the search for epochs; one is enough if the batch does not grow
 _SIZES = 24  # numbers of GPUs tried with each batch
 _OUTPUTS = 22_228_968  # layer outputs of an image of ResNet-50 at 224 pixels, with which GPUs were measured
 _WORTH = 0.99  # searched groups, or an all-reduce by nodes, must take less than this share of the step's time
@@ -35,75 +32,12 @@ class Choice:
     seconds: float
     usd: float
 
-    @property
-    def late_s(self) -> float:
-        """The training if its steps are slower than simulated by the largest error that was measured."""
-        return self.seconds * MOST
-
 
 def choice(base: Scenario, gpus: int) -> Choice:
     """Simulates the recipe on a number of GPUs."""
     step = base.step(gpus)
     seconds = sum(base.rows(step).values())
     return Choice(base, step, seconds, base.usd(step, seconds))
-
-
-def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -> list[Recipe]:
-    """The recipe at each batch to try.
-
-    These are the batches of its points, or its own; with a setting (`path=value`) of the batch, only that. With a noise
-    scale of the gradients, in images, they are batches around the recipe's own, each with the epochs it needs.
-
-    Maths: an epoch at batch B is worth 1 / (1 + B / noise) of one at a small batch, and the epochs of each recipe are
-    worth as much as those of the given one. Ref: McCandlish et al. 2018 (arXiv 1812.06162).
-    """
-    batches = batches_of_points(read_document(file, settings))
-    if noise_scale is None:
-        if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
-            return [load(file, settings)]
-        return [load(file, [*settings, f"batch={batch}"]) for batch in batches]
-    if batches:
-        raise InputError("--noise-scale: the points give the epochs of each batch: leave it out, or --set points=[]")
-    recipe, recipes, refused = load(file, settings), [], {}
-    for batch in sorted({max(1, round(recipe.batch * 2.0**k)) for k in range(-3, 8)}):
-        epochs = _epochs_worth(recipe, batch, noise_scale)
-        rates = f"reference_batch={recipe.reference_batch or recipe.batch}"
-        times = _stretched(recipe.schedule, epochs / recipe.epochs)
-        try:
-            recipes.append(load(file, [*settings, f"batch={batch}", f"epochs={epochs:.6g}", rates, *times]))
-        except InputError as error:
-            refused[f"{batch:,}"] = error
-    if refused:
-        say(f"--noise-scale: without batches of {', '.join(refused)} (the first: {next(iter(refused.values()))})")
-    return recipes
-
-
-def _epochs_worth(recipe: Recipe, batch: int, noise_scale: float) -> float:
-    """The epochs at another batch, which grows as the recipe's does, that are worth those of the recipe."""
-
-    def worth(batch: int, epochs: float) -> float:
-        techniques = [technique.over(epochs) for technique in recipe.techniques]
-        grown = (math.prod(t.batch_factor(e) for t in techniques) for e in range(math.ceil(epochs)))
-        return sum(min(1.0, epochs - e) / (1 + batch * factor / noise_scale) for e, factor in enumerate(grown))
-
-    wanted, epochs = worth(recipe.batch, recipe.epochs), recipe.epochs
-    for _ in range(_ROUNDS):
-        epochs *= wanted / worth(batch, epochs)
-    return epochs
-
-
-def _stretched(schedule: Schedule, longer: float) -> list[str]:
-    """Settings that stretch a schedule's times in epochs by a factor, but not its warm-up; shares follow anyway."""
-    kind = type(schedule)
-    if not kind.__module__.startswith("kasoku."):
-        raise InputError(f"--noise-scale: the times of {kind.__name__} are not known: take a schedule of kasoku's")
-
-    def stretched(times: Any) -> Any:
-        if isinstance(times, tuple):
-            return [stretched(time) for time in times]
-        return times if 0 < times < 1 else round(longer * times, 6)
-
-    return [f"schedule.{name}={stretched(getattr(schedule, name))}" for name in _TIMES if getattr(schedule, name, 0)]
 
 
 def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str] = ()) -> list[Choice]:
@@ -151,17 +85,22 @@ def _has_groups(base: Scenario) -> bool:
     return not (base.recipe.device.graphs or base.simulator.sharing.asynchronous)
 
 
-def _by_nodes(plain: Choice) -> Choice:
-    """The choice with gradients averaged first within nodes, by Hierarchical, if that is fast enough.
+def _if_faster(plain: Choice, **changes: Any) -> Choice:
+    """The choice with other settings of Sharing, if the planner may choose groups and that is fast enough."""
+    base = plain.scenario
+    if not _has_groups(base):
+        return plain
+    other = choice(base.with_sharing(replace(base.simulator.sharing, **changes)), plain.step.gpus)
+    return other if other.step.step_s < _WORTH * plain.step.step_s else plain
 
-    Between nodes the recipe's own reducer averages.
-    """
-    base, shared = plain.scenario, plain.scenario.simulator.sharing
-    if not _has_groups(base) or plain.step.gpus <= base.simulator.cluster.node.gpus:
+
+def _by_nodes(plain: Choice) -> Choice:
+    """The choice with gradients averaged first within nodes, between which the recipe's own reducer averages."""
+    simulator = plain.scenario.simulator
+    if plain.step.gpus <= simulator.cluster.node.gpus:
         return plain
     # a node has as many ranks as a launcher starts on a machine
-    by_nodes = choice(base.with_sharing(replace(shared, reducer=Hierarchical(0, shared.reducer))), plain.step.gpus)
-    return by_nodes if by_nodes.step.step_s < _WORTH * plain.step.step_s else plain
+    return _if_faster(plain, reducer=Hierarchical(0, simulator.sharing.reducer))
 
 
 def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choice:
@@ -171,9 +110,9 @@ def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choic
     """
     fastest = min(tried, key=lambda c: c.seconds)
     if deadline_s:
-        in_time = [c for c in tried if c.late_s <= deadline_s]
+        in_time = [c for c in tried if c.seconds * MOST <= deadline_s]
         if not in_time:
-            takes = f"{fastest.seconds:,.0f} s, or {fastest.late_s:,.0f} s at worst, on {fastest.step.gpus:,} GPUs"
+            takes = f"{fastest.seconds:,.0f} s, at worst {fastest.seconds * MOST:,.0f} s, on {fastest.step.gpus:,} GPUs"
             raise InputError(f"deadline of {deadline_s:,.0f} s: the fastest plan takes {takes}")
         return min(in_time, key=lambda c: (c.usd or c.seconds * c.step.gpus, c.seconds))
     if budget_usd:
@@ -189,13 +128,7 @@ def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choic
 
 def with_searched_groups(graded: Choice) -> Choice:
     """The choice with searched groups, if they are fast enough."""
-    base = graded.scenario
-    if not _has_groups(base):
-        return graded
-    late = sharing(base.recipe, base.simulator.cluster).next_forward
-    planned = replace(base.simulator.sharing, policy=Planned(), next_forward=late)
-    searched = choice(base.with_sharing(planned), graded.step.gpus)
-    return searched if searched.step.step_s < _WORTH * graded.step.step_s else graded
+    return _if_faster(graded, policy=Planned(), next_forward=sharing(graded.scenario.recipe).next_forward)
 
 
 def planned_recipe(chosen: Choice) -> Recipe:

@@ -84,10 +84,6 @@ class StepInputs:
         width = [self.tensors[group[0]].width for group in self.plan.buckets]
         return [(p.stop - p.start) * width[p.bucket] for p in self.plan.order]
 
-    def choice(self) -> str:
-        """The algorithm and protocol of the largest piece."""
-        return self.link.choice(max(self.sizes(), default=0.0))
-
     def forecast(self, *, timeline: bool = False) -> Forecast:
         """The step in the steady state; of asynchronous ranks the mean of a rank, without a timeline."""
         if pace := self.asynchronous:

@@ -1,6 +1,5 @@
 """The contracts of data sources."""
 
-import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from functools import partial
 import torch
 
 from kasoku.data import Dataset, Memory, Split, loader, read_image
-from kasoku.testing.contracts import Contracts, for_rows
+from kasoku.testing.contracts import Contracts
 
 
 @dataclass(frozen=True)
@@ -19,12 +18,10 @@ class SourceRow:
     Args:
         name: in the names of tests.
         open: opens it, as a recipe would; it is opened several times.
-        pickles: its splits can be sent to another process.
     """
 
     name: str
     open: Callable[[], Dataset]
-    pickles: bool = True
 
 
 def _pixels(dataset: Dataset, *, threads: int = 1) -> list[torch.Tensor]:
@@ -74,12 +71,6 @@ class SourceContracts(Contracts):
         first, second = row.open(), row.open()
         assert first.index() == second.index()
         assert all(map(torch.equal, _pixels(first), _pixels(second)))
-
-    @for_rows(lambda row: row.pickles)
-    def test_in_another_process_it_reads_the_same_images(self, row: SourceRow) -> None:
-        dataset = row.open()
-        sent = pickle.loads(pickle.dumps(dataset))
-        assert all(map(torch.equal, _pixels(dataset), _pixels(sent)))
 
     def test_an_epoch_has_every_image_once_in_an_order_of_the_seed(self, row: SourceRow) -> None:
         dataset = row.open()

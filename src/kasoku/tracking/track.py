@@ -38,9 +38,9 @@ class Track(Technique, in_sandbox=False):
     the name of the run folder; a resumed training is a further run of this name. Servers and keys are those of the
     tracker's own environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, ...). Where there is no
     server, no key or no network, a line says so, and the run stays on this machine: in wandb/ (`wandb sync` sends it)
-    or in mlflow.db. TensorBoard gets tensorboard/PROJECT/RUN in the current folder, with the files as text, beside the
-    run folder's own tensorboard/ with the metrics; a line names the folder. trackio is used as it documents
-    itself, and has not been tried. Addresses are sent without passwords, and a recipe.toml with one is not sent.
+    or in mlflow.db. TensorBoard gets tensorboard/PROJECT/RUN in the current folder, with the files as text; a line
+    names it. trackio is used as it documents itself, and has not been tried. Addresses are sent without passwords, and
+    a recipe.toml with one is not sent.
 
     Args:
         to: the tracker; its package comes with `pip install '.[wandb]'`, `[mlflow]`, `[trackio]`.

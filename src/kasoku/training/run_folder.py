@@ -6,12 +6,10 @@ Before a new version replaces a file, its digest is added to that of the old one
 kill between the two writes does no harm. Afterwards the old digest goes.
 
 Note: the format. The first line of a run's recipe has a number that rises where an older recipe would mean something
-else, or has a removed setting. In format 1, without that line, a time below 1 was in epochs and not a share: such a run
-is evaluated, but not resumed.
+else, or has a removed setting. Runs of another format are not read.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -34,24 +32,7 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
-_FORMAT = "# format 5 of kasoku's run folders: a time below 1 is a share of the training\n"
-_REMEDIES = {"predict": -1, "momentum": -1}
-_FIRST = {"zero_init_residual": None}  # of the first weights alone
-_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "cifar_resnet18", "cifar_resnet50")
-# settings of older formats: the values that changed nothing; None: any. A function is named without its modules
-_REMOVED: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(_RESNETS, _FIRST),
-    "sgd": {"decay_all": False},
-    "adamw": {"decay_all": False},
-    "cifarnet": {"activation": "gelu", "head_scale": 0},
-    "kasoku.optim.averaging.Lookahead": {"power": 0, "epochs": None},
-    "muon": {"normalize": True},
-    "kasoku.data.augment.growth.LowResolution": {"multiple": None},
-    "kasoku.memory.saved_memory.SavedMemory": {"bf16": False},
-    "kasoku.distributed.ddp.compression.Wire": {"sums": "fp32"},
-    "kasoku.distributed.async_sgd.asynchronous.Asynchronous": {"servers": 0, "remedies": _REMEDIES, "stream": False},
-}
-_REMOVED_VGG = re.compile(r"kasoku\.models\.(?:vgg\.)?vgg(11|13|19)(_bn)?")
+_FORMAT = "# format 6 of kasoku's run folders: a time below 1 is a share of the training\n"
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
 _RESULTS = ("model.safetensors", "result.json", "recipe.toml", "metrics.jsonl", "report.html", ENSEMBLE)
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
@@ -112,7 +93,10 @@ class RunFolder:
 
 
 def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run, with settings over it. Raises InputError where there is none, and where it was changed."""
+    """The recipe of a run, with settings over it.
+
+    Raises InputError where there is none, where it was changed, and for one that another version wrote.
+    """
     if not (folder / "recipe.toml").is_file():
         raise InputError(f"{folder}: no run there (no recipe.toml): the folder of a training is wanted")
     check_regular(folder)
@@ -120,24 +104,9 @@ def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     trust.search_import_folders(file)
     document = read_document(file)
     if not file.read_text().startswith(_FORMAT):
-        _leave_out_removed(document, file)
+        advice = "another version of kasoku wrote it: evaluate it with that version, or train anew"
+        raise InputError(f'{file}: the first line is not "{_FORMAT.strip()}": {advice}')
     return from_document(document, settings)
-
-
-def _leave_out_removed(thing: Any, file: Path) -> None:
-    """Takes removed settings out of a document. Raises InputError for one that changed the training."""
-    use = str(thing.get("use")) if isinstance(thing, dict) else ""
-    if match := _REMOVED_VGG.fullmatch(use):
-        thing |= {"use": "kasoku.models.vgg.VGG", "depth": int(match[1]), "batch_norm": bool(match[2])}
-    function = re.fullmatch(r"kasoku\.(?:models|optim)\.(?:\w+\.)?([a-z]\w*)", use)
-    for name, neutral in _REMOVED.get(function[1] if function else use, {}).items():
-        value = thing.pop(name, neutral)
-        if value != neutral and neutral is not None:
-            raise InputError(f"{file}: {use}: {name} = {value}: an older version wrote it: train anew")
-    if use.endswith(".growth.LowResolution") and isinstance(thing.get("side"), dict):
-        raise InputError(f"{file}: {use}: side is a schedule: an older version wrote it: train anew")
-    for item in thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list) else ():
-        _leave_out_removed(item, file)
 
 
 def resumed_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -178,7 +147,7 @@ def finished(folder: Path, recipe: Recipe) -> str:
 
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
-    """Raises InputError where a recipe is not the run's in more than a resumed run may change, and for format 1."""
+    """Raises InputError where a recipe is not the run's in more than a resumed run may change."""
     old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
@@ -186,9 +155,6 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
                 f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
                 f"training; only {', '.join(CHANGEABLE)} may change"
             )
-    if not finished(folder, recipe) and not (folder / "recipe.toml").read_text().startswith("# format "):
-        wrong = "an older version of kasoku wrote it, in which a time below 1 was in epochs"
-        raise InputError(f"{folder}: {wrong}, and it is a share of the training now: train anew")
 
 
 def upload(comm: Comm, folder: Path, address: str) -> None:

@@ -76,7 +76,7 @@ def tune_batch_size(
     if least < 0 or most < 0 or multiple < 0:
         raise InputError(f"least={least}, most={most}, multiple={multiple}: images, or 0 to choose by the job")
     job.drain()
-    with undisturbed(job):
+    with undisturbed():
         result = _search(job, strategy, budget_s, (least, most, multiple))
     free_memory()  # of the copies
     return replace(result, strategy=type(strategy).__name__, budget_s=budget_s)
@@ -88,7 +88,7 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         if trial is None:
             kind = SharedInputError if job.comm.rank == 0 else ReportedElsewhereError
             raise kind("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
-        stack.enter_context(closing(trial.sandbox))
+        stack.enter_context(closing(trial.sandbox.loader))
         if any(technique.compiles_model for technique in job.applied):
             # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
             stack.enter_context(recompile_limit(_COMPILED_FORMS))
@@ -100,7 +100,7 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         most = min(most or _MAX_IMAGES * ranks, images)
         tries = SizeSearch(measure, sandbox.start, least, most, multiple, images, budget_s, measure)
         result = strategy.search(tries)
-        own = result.batch / ranks / measure.own_s[result.batch]
+        own = result.batch / ranks / statistics.median(measure.timed[result.batch].steps_s)
         return replace(result, speeds=tuple(job.comm.gather_objects(own)) if ranks > 1 else ())
 
 
@@ -138,8 +138,7 @@ class _Measurer:
         self.job, self.trial, self.budget_s = job, trial, budget_s
         self.began_s = job.clock.now()
         self.elapsed_s = 0.0
-        self.timed: dict[int, StepTimes] = {}  # all steps of each size
-        self.own_s: dict[int, float] = {}  # a step of this rank at each size
+        self.timed: dict[int, StepTimes] = {}  # the steps of this rank at each size
         self.scales: list[float] = []  # the gradient noise scale of each measurement
         self.overlaps = any(technique.overlaps_backward for technique in job.applied)
         self.exchange_s = self._exchange() if job.comm.size > 1 else 0.0
@@ -159,15 +158,14 @@ class _Measurer:
         if ran is None:
             self.reduce([])  # time has passed
             return Measurement(batch, failed="out of memory")
-        if self.trial.needs.brief:
-            if before := self.timed.get(batch):
-                ran = replace(ran, steps_s=before.steps_s + ran.steps_s, waits_s=before.waits_s + ran.waits_s)
-            self.timed[batch] = ran
+        before = self.timed.get(batch)
+        if before and self.trial.needs.brief:
+            ran = replace(ran, steps_s=before.steps_s + ran.steps_s, waits_s=before.waits_s + ran.waits_s)
+        self.timed[batch] = ran
         return self._sample(batch, ran)
 
     def _sample(self, batch: int, ran: StepTimes) -> Measurement:
         """The measurement of all ranks together: the time of the slowest, the mean of the rest."""
-        self.own_s[batch] = statistics.median(ran.steps_s)
         times = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
         step_s, low_s, high_s, input_s, fewest = self.reduce(times)
         own = ran.noise

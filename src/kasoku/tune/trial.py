@@ -97,7 +97,6 @@ class Sandbox:
     def renew(self) -> None:
         """Restores the job's weights and state, in the same memory. All jobs from `at` must be closed."""
         job = self.job
-        job.drain()
         self.optimizer.state.clear()  # frees its memory first
         memo: dict[int, Any] = {}
         whole, twins = ([*model.parameters(), *model.buffers()] for model in (job.model, self.model))
@@ -107,10 +106,6 @@ class Sandbox:
                 memo[id(own)] = twin
         self.optimizer = _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
         self.steps = 0
-
-    def close(self) -> None:
-        """Ends the threads that decode for the copy."""
-        self.loader.close()
 
     def at(self, batch: int) -> Job:
         """A job for steps of `batch` images over all ranks; the caller closes it."""
@@ -133,12 +128,9 @@ class Sandbox:
 
 
 @contextmanager
-def undisturbed(job: Job) -> Iterator[None]:
-    """Restores random states, and what the job's loader has skipped, after the body."""
-    skipped = getattr(job.plain_loader, "skipped", None)
+def undisturbed() -> Iterator[None]:
+    """Restores random states after the body."""
     with ExitStack() as stack:
-        if skipped:
-            stack.callback(vars(skipped).update, copy.deepcopy(vars(skipped)))
         if torch.backends.mps.is_available():
             stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
         stack.callback(np.random.set_state, np.random.get_state())

@@ -1,6 +1,5 @@
 """Downloads official data sets: resumes, verifies, and lays out the files as the readers expect them."""
 
-import difflib
 import gzip
 import http.client
 import io
@@ -23,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, nearest
 from kasoku.core.files import digest, lock
 
 TRIES = 3
@@ -58,9 +57,7 @@ def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> st
     archive, a full disk, a folder that cannot be written, a file that another download writes.
     """
     if name not in RELEASES:
-        near = difflib.get_close_matches(name, RELEASES, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"data set {name!r}: one of {', '.join(RELEASES)}{hint}")
+        raise InputError(f"data set {name!r}{nearest(name, RELEASES)}")
     if not to:
         raise InputError("--to is not given: the folder for the data, such as --to data")
     release, home = RELEASES[name], Path(os.path.abspath(os.path.expanduser(os.path.expandvars(to))))

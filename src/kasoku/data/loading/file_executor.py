@@ -19,14 +19,15 @@ from kasoku.core import InputError, Trace
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Encoded, Items
 from kasoku.data.decode import nvjpeg
-from kasoku.data.decode.decode import decode
+from kasoku.data.decode.decode import crop, decode
 from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Crop, Pipeline
-from kasoku.data.loading.workers import Autotuner, Bad, ThreadPool, decode_chunk
+from kasoku.data.loading.workers import Autotuner, ThreadPool
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
 _MOST = 64  # threads
+Bad = dict[int, str]  # row of a part of a batch -> what is wrong with its image
 Moving = tuple[RawBatch, Any]  # tensors on their way to the device, and the event that they are there
 
 
@@ -38,7 +39,6 @@ class FileExecutor(Executor):
     def __init__(self, split: Encoded, skipped: Skipped, *, side: int) -> None:
         self.split, self.skipped = split, skipped
         self.side = side  # the shorter one of the decoded images that are kept
-        self.workers = 0  # threads that decode now
         self.cache: dict[int, np.ndarray] = {}  # decoded images; the same for all forks
         self._autotuner: Autotuner | None = None
 
@@ -84,17 +84,15 @@ class FileExecutor(Executor):
         """After a batch: has another number of threads tried now and then, unless the number is set."""
         if self._autotuner:
             pool.resize(self._autotuner.batch(batch_s, waited_s))
-            self.workers = self._autotuner.size
 
     def _pool(self, pipeline: Pipeline) -> ThreadPool:
         if pipeline.threads:
-            self.workers, self._autotuner = pipeline.threads, None
+            self._autotuner = None
             return ThreadPool(pipeline.threads)
         if self._autotuner is None:
             own = max(1, cores() // pipeline.cores_shared_by)
             self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
-        self.workers = self._autotuner.size
-        return ThreadPool(self.workers)
+        return ThreadPool(self._autotuner.size)
 
 
 class _Iteration:
@@ -160,16 +158,26 @@ class _Iteration:
         out_NHWC = images_NHWC.numpy()
         index = index_N.tolist()
         crops = self.pipeline.crops(index_N, self.epoch)
-        step = max(1, min(_CHUNK, -(-len(index) // max(1, self.executor.workers))))
+        step = max(1, min(_CHUNK, -(-len(index) // max(1, self.pool.size))))
         cuts = [slice(start, start + step) for start in range(0, len(index), step)]
         tasks = [self.pool.submit(self._make, out_NHWC[cut], index[cut], crops[cut]) for cut in cuts]
         return PendingBatch(images_NHWC, index_N, cuts, tasks)
 
     def _make(self, out_NHWC: np.ndarray, index: list[int], crops: list[Crop]) -> Bad:
-        """Decodes images into out_NHWC, and transforms them; returns the rows of bad images, with the reasons."""
+        """Decodes images into out_NHWC, and transforms them; returns what is wrong with those that cannot be decoded.
+
+        A source that is gone is no bad image: GoneError is raised.
+        """
         on_gpu = self.pipeline.decoder == "nvjpeg"
         read = nvjpeg.reader(self._source, index, self.device) if on_gpu else self._source
-        bad = decode_chunk(out_NHWC, index, crops, read, self.split.name)
+        bad: Bad = {}
+        for row, (image, box) in enumerate(zip(index, crops, strict=True)):
+            try:
+                crop(read(image), box, out_NHWC[row], name=self.split.name(image))
+            except InputError as error:
+                if error.gone:
+                    raise
+                bad[row] = str(error)
         if self.vary:
             begin_s = time.perf_counter()
             for row in [row for row in range(len(index)) if row not in bad]:

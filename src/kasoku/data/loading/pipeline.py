@@ -157,7 +157,7 @@ class Pipeline(Checked):
     # ---- what is done to them
 
     def crops(self, index_N: torch.Tensor, epoch: int) -> list[Crop]:
-        """Which part of each image is shown, once its size is known. They can be sent to another process."""
+        """Which part of each image is shown, once its size is known."""
         augment, size = self.augment, self.dataset.image_size
         if self.train and augment.crop == "random_resized":
             u_N4: list[list[float]] = box_draws(self.seed, epoch, index_N).tolist()

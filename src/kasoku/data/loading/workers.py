@@ -13,15 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
-from kasoku.core.errors import InputError
-from kasoku.data.decode.decode import crop
-from kasoku.data.loading.pipeline import Crop
-
 P = ParamSpec("P")
 T = TypeVar("T")
-Bad = dict[int, str]  # row of a part of a batch -> what is wrong with its image
 
 _PERIOD = 8  # batches between two decisions, at first
 _RARE = 512  # at last
@@ -47,7 +40,7 @@ class ThreadPool:
     def __init__(self, size: int) -> None:
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._size, self._closed = 0, False
+        self.size, self._closed = 0, False
         self.resize(size)
         _POOLS.add(self)
 
@@ -59,13 +52,13 @@ class ThreadPool:
     def resize(self, size: int) -> None:
         """Changes the number of threads; those too many end with the task in hand."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        for _ in range(size - self._size):
+        for _ in range(size - self.size):
             thread = threading.Thread(target=self._work, name="kasoku-decode", daemon=True)
             thread.start()
             self._threads.append(thread)
-        for _ in range(self._size - size):
+        for _ in range(self.size - size):
             self._tasks.put(None)
-        self._size = size
+        self.size = size
 
     def close(self) -> None:
         self.stop()
@@ -92,28 +85,6 @@ class ThreadPool:
                 except BaseException as error:  # raised where the result is waited for
                     future.set_exception(error)
             del task, future, call  # what the task held is not kept until the next one comes
-
-
-def decode_chunk(
-    out_NHWC: np.ndarray,
-    index: list[int],
-    crops: list[Crop],
-    read: Callable[[int], bytes | np.ndarray],
-    name: Callable[[int], str],
-) -> Bad:
-    """Crops images into out_NHWC; returns what is wrong with those that cannot be read or decoded.
-
-    A source that is gone is no bad image: GoneError is raised.
-    """
-    bad: Bad = {}
-    for row, (image, box) in enumerate(zip(index, crops, strict=True)):
-        try:
-            crop(read(image), box, out_NHWC[row], name=name(image))
-        except InputError as error:
-            if error.gone:
-                raise
-            bad[row] = str(error)
-    return bad
 
 
 class Autotuner:

@@ -71,7 +71,6 @@ class Store:
             raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
         where = os.path.expandvars(root)
         self.local = not is_remote(where)
-        self._arguments = root, cache, cache_bytes
         self._opened = lru_cache(_OPEN)(_Opened)  # opening a file on a network disk takes as long as a read
         self.states: dict[str, tuple[int, str]] = {}  # size and version of remote files, as far as they are known
         self._far = None if self.local else _Far(where)
@@ -83,9 +82,6 @@ class Store:
         self.shown = self._far.shown
         digest = hashlib.sha256(os.fsencode(where.rstrip("/"))).hexdigest()[:20]
         self.pieces = Pieces(cache_folder(cache) / f"pieces-{digest}", cache_bytes, self.shown)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Store, self._arguments
 
     def look(self, folder: str) -> Names:
         """The folders and the files in a folder below the root ("" for the root), sorted, without hidden ones."""

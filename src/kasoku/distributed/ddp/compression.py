@@ -55,7 +55,6 @@ class Wire(Reducer):
     Args:
         dtype: "bf16" has the range of fp32 and 8 significant bits; "fp16" has 11 bits and ends at 65,504. Larger values
             arrive as inf, which loss scaling detects.
-        feedback: keep rounding errors for the next step.
 
     Saves: half the bytes of fp32: an all-to-all and an all-gather send those of a ring all-reduce.
     Costs: memory, 8 bytes an element (the error in fp32, a send and a receive buffer). When the loss scale changes, the
@@ -66,7 +65,6 @@ class Wire(Reducer):
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
-    feedback: bool = True
 
     def bind(self, comm: Comm) -> Reduce:
         """Errors are kept by key and start at zero."""
@@ -81,9 +79,6 @@ class Wire(Reducer):
 
         def round_off(x: Tensor, out: Tensor, name: str) -> None:
             """Sets out = x in the wire's dtype, and keeps the rounding error."""
-            if not self.feedback:
-                out.copy_(x)
-                return
             error = reduce.kept.at(name, key, (x.numel(),), x)
             error.add_(x)
             out.copy_(error)

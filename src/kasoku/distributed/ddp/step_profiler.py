@@ -155,7 +155,7 @@ class StepProfiler:
         alone_s = [self.watch.seconds(s.begin, s.called) for s in last] or [0.0]
         sending_s = [s.transfer_s for s in last] or [math.inf]
         compute_s, negative_s = self.all_reduced([*alone_s, -sending_s[0]], op="max")  # the last rank waits for none
-        if math.isinf(negative_s):  # no rank has seen such a step so far; if none ever does, finish() prints it
+        if math.isinf(negative_s):  # no rank has seen such a step so far; if none ever does, Overlap prints it
             return
         self.sending_s.append(max(-negative_s, 1e-9))
         if not self.zeros:

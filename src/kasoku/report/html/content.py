@@ -24,7 +24,7 @@ class RunRecord:
         name: the run's name on the page.
         recipe: its resolved recipe, as a document.
         result: its result.json; empty if there is none yet.
-        metrics: the lines of its metrics.jsonl, each with `step`, `epoch` and `time_s`, and mostly `seconds`.
+        metrics: the lines of its metrics.jsonl, each with `step`, `epoch` and `seconds`.
         parts: the contents of ledger.json, timeline.json, tuning.json, profile.json and classes.json, if they exist.
         buckets: its gradient buckets, as text; empty if the run has one rank or kept none.
         machine: the hardware and the device setup.
@@ -113,6 +113,6 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
     for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         with suppress(ValueError, RecursionError):  # half written, or damaged
             values = json.loads(line)
-            if isinstance(values, dict) and all(is_number(values.get(key)) for key in ("step", "epoch", "time_s")):
+            if isinstance(values, dict) and all(is_number(values.get(key)) for key in ("step", "epoch", "seconds")):
                 lines.append(values)
     return lines

@@ -6,8 +6,7 @@ every text that comes from a run goes through `plain`, and reaches a hover text 
 
 import html
 import math
-import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,10 @@ except ImportError as error:
 
 # Distinct under each colour blindness (after Okabe and Ito), readable on white and on near-black.
 COLOURS = ("#2f86c8", "#d5641c", "#14976f", "#c0659a", "#c98a00", "#58b4e0", "#8b6fc4", "#8a9a2b")
-MORE_COLOURS = ("#5b7c99", "#b04a4a", "#3d9b9b", "#9a7b4f")
+MORE_COLOURS = ("#5b7c99", "#b04a4a", "#3d9b9b", "#9a7b4f", "#7d5a3c")
 _ROWS = ("forward", "exposed", "update", "evaluate", "input", "backward", "compile", "save")  # in these colours
-_MORE_ROWS = ("transfer", "other", "other members", "copy")
+_MORE_ROWS = ("transfer", "other", "other members", "copy", "transforms")
 _ROW_COLOURS = dict(zip((*_ROWS, *_MORE_ROWS), (*COLOURS, *MORE_COLOURS), strict=True))  # the same in all figures
-_ROW_COLOURS["transforms"] = "#7d5a3c"
 _GREYS = ("#6b7079", "#8a8f98", "#a9adb5", "#c3c6cc")  # rows of the start, before the first step
 _GREY = "#8a8f98"
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -37,7 +35,7 @@ _MAX_POINTS = 2000  # of a curve
 _MAX_RANKS = 16  # bars of a ledger
 _MAX_LEGEND_RUNS = 6  # more would leave no room for the curves
 _MIN_SHARE = 5e-4  # rows with a smaller share of a ledger are not drawn
-_MAX_SPANS, _MAX_LANES = 6000, 48  # of a timeline
+_MAX_SPANS = 6000  # of a timeline
 _MAX_CLASSES = 40
 _MAX_CLASSES_WITH_COUNTS = 14  # more would leave no room for numbers in the cells
 _ACCURACY = {"title_text": "accuracy", "tickformat": "~%"}
@@ -106,15 +104,13 @@ def _metric_lines(runs: Sequence[RunRecord], x: str, metrics: Mapping[str, str])
     """A line for each run and each metric of a chart; the second metric is dotted."""
     traces = []
     for i, run in enumerate(runs):
-        since = run.metrics[0]["time_s"] if run.metrics else 0.0  # for runs older than `seconds` in metrics.jsonl
         for number, (metric, name) in enumerate(metrics.items()):
             rows = [r for r in run.metrics if isinstance(r.get(metric), int | float) and math.isfinite(r[metric])]
             if not rows:
                 continue
             every = -(-len(rows) // _MAX_POINTS)  # more points cannot be seen
             kept = [*rows[:-1:every], rows[-1]]
-            at = [row["epoch"] if x == "epoch" else row.get("seconds", row["time_s"] - since) for row in kept]
-            points = [(position, row[metric]) for position, row in zip(at, kept, strict=True)]
+            points = [(row["epoch" if x == "epoch" else "seconds"], row[metric]) for row in kept]
             if len(runs) > 1:
                 name = f"{plain(run.name, 40)}, {name}" if number else plain(run.name, 40)
             traces.append(line(name, points, i, 5 if len(kept) <= 60 else 0, dash="dot" if number else ""))
@@ -199,37 +195,33 @@ def ledger(document: Mapping[str, Any]) -> Chart:
 
 
 def timeline(document: Mapping[str, Any]) -> Chart:
-    """A lane for each rank and stream, in milliseconds; a span inside another is thinner.
+    """A lane for each rank and stream, in milliseconds; where spans of a lane overlap, it is darker.
 
     `document`: {"spans": [{"kind", "name", "start", "stop", "rank", "bytes", "stream"}]}, in seconds from the first.
     """
-    spans = sorted(document["spans"], key=lambda s: (float(s["start"]), -float(s["stop"])))
-    all_lanes = sorted(dict.fromkeys(map(_lane_of, spans)), key=lambda lane: lane[0])
-    place = {lane: i for i, lane in enumerate(all_lanes[:_MAX_LANES])}
-    drawn = [s for s in spans if _lane_of(s) in place][:_MAX_SPANS]
-    depth = depths(drawn)
-    members: dict[str, list[int]] = {}
-    hover = []
-    for i, span in enumerate(drawn):
-        members.setdefault(str(span["kind"]), []).append(i)
+    spans = sorted(document["spans"], key=lambda s: float(s["start"]))
+    lanes = sorted(dict.fromkeys(map(_lane_of, spans)), key=lambda lane: lane[0])
+    place, drawn = {lane: i for i, lane in enumerate(lanes)}, spans[:_MAX_SPANS]
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for span in drawn:
+        kinds.setdefault(str(span["kind"]), []).append(span)
+
+    def hover(span: Mapping[str, Any]) -> str:
         kind, name = plain(span["kind"], 40), plain(span["name"], 60)
         lines = [kind if not name or name == kind else f"{kind}: {name}", f"rank {_lane_of(span)[0]}"]
         lines.append(f"{1e3 * (span['stop'] - span['start']):.3f} ms, from {1e3 * span['start']:.3f} ms on")
-        lines += [f"{span['bytes'] / 2**20:.2f} MiB"] if span.get("bytes") else []
-        hover.append("<br>".join(lines))
+        return "<br>".join([*lines, f"{span['bytes'] / 2**20:.2f} MiB"] if span.get("bytes") else lines)
+
     traces = [
         go.Bar(
-            base=[1e3 * drawn[i]["start"] for i in own],
-            x=[1e3 * (drawn[i]["stop"] - drawn[i]["start"]) for i in own],
-            y=[place[_lane_of(drawn[i])] for i in own],
-            width=[max(0.2, 0.86 * 0.7 ** depth[i]) for i in own],
-            name=plain(kind, 30), orientation="h", marker={"color": row_colour(kind, [*members]), "line_width": 0},
-            customdata=[hover[i] for i in own], **HOVER,
+            base=[1e3 * s["start"] for s in own], x=[1e3 * (s["stop"] - s["start"]) for s in own],
+            y=[place[_lane_of(s)] for s in own], width=0.86, name=plain(kind, 30), orientation="h",
+            marker={"color": row_colour(kind, [*kinds]), "line_width": 0, "opacity": 0.8},
+            customdata=[hover(s) for s in own], **HOVER,
         )
-        # outer spans first, so that inner ones are drawn over them
-        for kind, own in sorted(members.items(), key=lambda item: statistics.fmean(depth[i] for i in item[1]))
+        for kind, own in kinds.items()
     ]  # fmt: skip
-    one_rank = len({rank for rank, _ in all_lanes}) == 1
+    one_rank = len({rank for rank, _ in lanes}) == 1
     y = {**ticks([stream if one_rank else f"{rank} {stream}" for rank, stream in place]), "fixedrange": True}
     cut = f"The first {len(drawn):,} spans of {len(spans):,} are drawn. " if len(drawn) < len(spans) else ""
     figure = new_figure(traces, 150 + 30 * len(place), {"title_text": "ms"}, y, barmode="overlay", bargap=0)
@@ -238,19 +230,6 @@ def timeline(document: Mapping[str, Any]) -> Chart:
 
 def _lane_of(span: Mapping[str, Any]) -> tuple[int, str]:
     return span["rank"], span["stream"]
-
-
-def depths(spans: Sequence[Mapping[str, Any]]) -> list[int]:
-    """How many spans of its lane enclose each span. The spans come in order of their starts, longer ones first."""
-    enclosing: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    out = []
-    for span in spans:
-        stops = enclosing[_lane_of(span)]
-        while stops and stops[-1] <= span["start"] + 1e-9:
-            stops.pop()
-        out.append(len(stops))
-        stops.append(span["stop"])
-    return out
 
 
 # ---- classes

@@ -27,7 +27,7 @@ _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDiv
 def page(
     runs: Sequence[RunRecord], comparisons: Sequence[str] = (), ensembles: Mapping[str, Mapping[str, Any]] | None = None
 ) -> str:
-    """The page of runs as HTML, in this order, with sentences that compare them; it names the parts that a run lacks.
+    """The page of runs as HTML, in this order, with sentences that compare them; it names parts that are damaged.
 
     `ensembles`: by name, the ensemble.json of each; its scores are a row below those of the runs.
 
@@ -116,24 +116,13 @@ def view(run: RunRecord) -> dict[str, Any]:
     cpu = f"{run.machine.get('cores', '?')} cores of {run.machine['cpu']}" if run.machine.get("cpu") else ""
     machine = ", ".join(part for part in (gpu, cpu, str(run.machine.get("chosen", ""))) if part)
     parts: dict[str, object] = {}
-    lacks: list[str] = []
     damaged = list(run.damaged)
-    unreadable = " ".join(run.damaged)
-    for part, (text, build) in _PARTS.items():
-        if part in run.parts:
-            try:
-                parts[part] = build(run.parts[part])
-            except _DAMAGED as error:
-                damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
-        elif part != "profile" and f"{part}.json" not in unreadable:
-            lacks.append(f"{text} ({part}.json)")
-    lacks += [] if run.buckets else ["gradient buckets (of several ranks, buckets.json)"]
-    lacks += [] if run.metrics else ["curves (metrics.jsonl)"]
-    if not run.recipe:  # a folder of kasoku tune or profile has parts of its own
-        lacks.clear()
-    notes = [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
-    notes += [f"Left out: {'; '.join(damaged)}."] if damaged else []
-    return {"name": run.name, "machine": machine, "buckets": run.buckets, "parts": parts, "notes": notes}
+    for part, document in run.parts.items():
+        try:
+            parts[part] = _PARTS[part](document)
+        except _DAMAGED as error:
+            damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
+    return {"name": run.name, "machine": machine, "buckets": run.buckets, "parts": parts, "left_out": damaged}
 
 
 def _ledger(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,13 +159,12 @@ def _classes(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_Draw = Callable[[Mapping[str, Any]], object]
-_PARTS: Mapping[str, tuple[str, _Draw]] = {  # by file: its contents, and the function that draws it
-    "ledger": ("where the time went", _ledger),
-    "timeline": ("a step by rank and stream", figures.timeline),
-    "tuning": ("tuning of the batch", tuning),
-    "profile": ("idle gaps, memory, blocks, operators", profile),
-    "classes": ("accuracy by class, confusion, worst images", _classes),
+_PARTS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {  # by the name of a file: the function that draws it
+    "ledger": _ledger,
+    "timeline": figures.timeline,
+    "tuning": tuning,
+    "profile": profile,
+    "classes": _classes,
 }
 
 

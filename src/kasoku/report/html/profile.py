@@ -1,4 +1,4 @@
-"""The figures and tables of a folder of `kasoku profile`: idle gaps, memory, ranks, blocks, operators."""
+"""The figures and tables of a folder of `kasoku profile`: idle gaps, ranks, blocks, operators."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from kasoku.report.html.figures import COLOURS, HOVER, SHADES, Chart, new_figure, plain, ticks
-from kasoku.report.profile_tables import mib, ms, profile_tables
+from kasoku.report.profile_tables import ms, profile_tables
 
 _STEPS, _RANKS = 5, 8  # that are drawn
 
@@ -14,7 +14,7 @@ _STEPS, _RANKS = 5, 8  # that are drawn
 def profile(document: Mapping[str, Any]) -> dict[str, Any]:
     """The charts and the tables of profile.json, of what was measured."""
     tables = [(title.capitalize(), (head, rows)) for title, head, rows in profile_tables(document)]
-    charts = [_gaps(document["ranks"]), _memory(document["memory"])] if document["blocks"] else []
+    charts = [_gaps(document["ranks"])] if document["blocks"] else []
     return {"charts": charts, "tables": tables}
 
 
@@ -37,12 +37,3 @@ def _gaps(ranks: Sequence[Mapping[str, Any]]) -> Chart:
     idle = sum(step["idle_s"] for _, step in steps) / max(1e-9, sum(step["step_s"] for _, step in steps))
     figure = new_figure([bars], 120 + 26 * len(steps), {"title_text": "ms"}, y, bargap=0.2, showlegend=False)
     return Chart("gaps", "Idle gaps", figure, f"The darker, the more of the device is used. It is idle for {idle:.0%}.")
-
-
-def _memory(samples: Sequence[Sequence[Any]]) -> Chart:
-    """The bytes in use over one step."""
-    hover = [f"{plain(name)}<br>{mib(size)} MiB, {1e3 * at_s:.3f} ms into the step" for at_s, name, size in samples]
-    x, y = [1e3 * at_s for at_s, _, _ in samples], [size for _, _, size in samples]
-    line = go.Scatter(x=x, y=y, name="memory", mode="lines+markers", customdata=hover, marker_size=4, **HOVER)
-    axis = {"title_text": "memory", "tickformat": "~s", "ticksuffix": "B"}
-    return Chart("step-memory", "Memory over a step", new_figure([line], 320, {"title_text": "ms"}, axis))
