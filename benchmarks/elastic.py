@@ -168,12 +168,12 @@ def torchft(folder: Path) -> dict[str, float]:
                 raise SystemExit(f"elastic.py: torchft makes no step with {replicas} replicas")
             time.sleep(0.1)
         times = [at for _, at, _ in steps(0) if at <= found[0]]
-        return max(b - a for a, b in itertools.pairwise(times) if b > after_s)
+        return max((b - a for a, b in itertools.pairwise(times) if b > after_s), default=0.0)
 
     with cluster.namespaces(HOSTS) as names:
 
         def start(rank: int, *words: str) -> subprocess.Popen[str]:
-            where = {"KASOKU_HOST": f"10.99.0.{rank + 1}", "GLOO_SOCKET_IFNAME": "ve0"}
+            where = {"KASOKU_HOST": f"10.99.0.{rank + 1}", "GLOO_SOCKET_IFNAME": "ve0", "RUST_LOG": "error"}
             command = ["ip", "netns", "exec", names[rank], sys.executable, str(script), str(rank), *words]
             return subprocess.Popen(command, env=os.environ | where, stdout=subprocess.PIPE, text=True)
 
