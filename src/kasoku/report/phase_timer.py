@@ -22,7 +22,7 @@ from kasoku.core import Batch, Clock, Job, Span, Stage, Technique
 
 STEP = ("input", "copy", "transforms", "forward", "backward", "exposed", "update", "other")  # the rows of a step
 APART = ("evaluate", "save", "other members")  # rows beside the steps; the last: of an ensemble trained in turns
-_ROW = {**dict(zip(STEP, STEP, strict=True)), "wait": "exposed"}  # the row of a phase or of a kind of span
+_ROW = {**{row: row for row in STEP}, "wait": "exposed"}  # the row of a phase or of a kind of span
 _WARM = ("forward", "backward", "update")  # rows in which the first step compiles, chooses kernels, allocates memory
 _MEDIAN_STEPS = 1000
 _WARM_UP_STEPS = 32  # that the first step is compared with: computed for every line of metrics
