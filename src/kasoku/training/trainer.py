@@ -74,13 +74,8 @@ class Trainer:
         """Whether the last step or the target is reached, or a signal stops the training."""
         return self.state.over or self.stopped is not None
 
-    @property
-    def images(self) -> int:
-        """Images trained on so far, including those of a step that is not complete."""
-        return self.state.progress.images + self.metrics.images_begun
-
     def steps(self, caught: Sequence[str]) -> Iterator[None]:
-        """The training loop. It yields after each batch, so that several trainings can take turns. Collective.
+        """The training loop. It yields after each batch. Collective.
 
         `caught`: the list to which `signals` adds the signals of this process.
         """

@@ -1,11 +1,10 @@
-"""Executors make the batches of a pipeline: from memory, or once for several loaders; from files: file_executor.py.
+"""Executors make the batches of a pipeline: from memory; from files: file_executor.py.
 
 `Skipped` has the images that cannot be decoded: which, and why.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable
 
 import torch
@@ -17,8 +16,6 @@ from kasoku.data.loading.pipeline import Pipeline
 RawBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # images_NHWC (uint8), y_N, index_N, on the device
 RawBatches = Generator[RawBatch, None, None]
 PartNumbers = Iterable[tuple[int, int]]  # of parts: number in the epoch, rank whose share it is
-
-_KEEP = 4  # batches that are shared: who falls further behind decodes for itself
 
 
 class Skipped:
@@ -62,11 +59,6 @@ class Executor:
     skipped: Skipped | None = None  # the images that cannot be decoded; None: what is in memory does not fail
     safe_batches = 0  # on several ranks, how many of the next batches cannot fail any more
 
-    @property
-    def unshared(self) -> Executor:
-        """The executor of one loader alone."""
-        return self
-
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         """Gives the batch of each part; takes a part's number when it begins to make it."""
         raise NotImplementedError
@@ -78,9 +70,6 @@ class Executor:
         """Another one for the same batches, which tunes its threads anew and leaves only decoded images in this one."""
         return self
 
-    def close(self) -> None:
-        """Ends the threads that outlive an iteration."""
-
 
 class MemoryExecutor(Executor):
     """Rows of a split in memory, which is moved to the device once."""
@@ -91,40 +80,3 @@ class MemoryExecutor(Executor):
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         for index_N in pipeline.indices(epoch, part_numbers, pipeline.device):
             yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
-
-
-class SharedExecutor(Executor):
-    """One decoding for several loaders with the same pipeline: each batch is decoded once while they keep step."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor, self.skipped = executor, executor.skipped
-        self._kept: OrderedDict[tuple[int, int], RawBatch] = OrderedDict()
-        self._running: RawBatches | None = None
-        self._next = (-1, -1)  # epoch and number of the batch that `_running` gives next
-
-    @property
-    def unshared(self) -> Executor:
-        return self._executor
-
-    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
-        for number, _ in part_numbers:
-            if (epoch, number) not in self._kept:
-                if self._running is None or self._next != (epoch, number):
-                    self._running = self._executor.run(pipeline, epoch, pipeline.part_numbers(number), trace)
-                self._kept[epoch, number] = next(self._running)
-                self._next = (epoch, number + 1)
-                if number + 1 == len(pipeline):
-                    self._end()  # nobody asks it for more
-                while len(self._kept) > _KEEP:
-                    self._kept.popitem(last=False)
-            yield self._kept[epoch, number]
-
-    def close(self) -> None:
-        self._end()
-        self._executor.close()
-
-    def _end(self) -> None:
-        """Ends the threads of the batches that are being decoded."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None

@@ -14,7 +14,7 @@ from kasoku.core import Batch, Comm, InputError, Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, Memory
 from kasoku.data.decode.decode import read_image
-from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Skipped
+from kasoku.data.loading.executor import Executor, MemoryExecutor, Skipped
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
 
@@ -206,11 +206,6 @@ class Loader:
 
         return undo
 
-    def _copy(self, pipeline: Pipeline, executor: Executor) -> Loader:
-        twin = Loader(pipeline, executor)
-        twin.epoch, twin.position, twin.trace = self.epoch, self.position, self.trace
-        return twin
-
     def survey(self, images: int = 0) -> Loader:
         """A loader of the first `images` training images (0: all) in order, each once, unvaried, for statistics.
 
@@ -226,28 +221,21 @@ class Loader:
             fill=False,
             min_last=2 * self.pipeline.size,  # no rank is left with one image, which has no variance
         )
-        survey = Loader(pipeline, self.executor.unshared)
+        survey = Loader(pipeline, self.executor)
         survey.trace = self.trace
         return survey
 
-    def members(self, count: int) -> list[Loader]:
-        """Loaders that give the same batches; each batch is decoded once while they keep step."""
-        shared = SharedExecutor(self.executor)
-        return [self._copy(self.pipeline, shared) for _ in range(count)]
-
     def sandbox(self) -> Loader:
-        """The same images in the same order, read without a trace in this loader; to be closed."""
-        return self._copy(self.pipeline.with_(shares=(), at_once=0), self.executor.unshared.fork())
+        """The same images in the same order, read without a trace in this loader."""
+        twin = Loader(self.pipeline.with_(shares=(), at_once=0), self.executor.fork())
+        twin.epoch, twin.position, twin.trace = self.epoch, self.position, self.trace
+        return twin
 
     # ---- workers
 
     def warm(self) -> None:
         """Reads the images of the next batch before anyone iterates; changes no batch."""
         self.executor.warm(self.pipeline, self.epoch, self.position)
-
-    def close(self) -> None:
-        """Ends the threads that decode for its `members`; others end with each iteration."""
-        self.executor.close()
 
 
 def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torch.Tensor:
