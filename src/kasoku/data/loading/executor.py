@@ -53,26 +53,11 @@ class Skipped:
         self.reasons.update(state)
 
 
-class Executor:
-    """Makes the batches of pipelines of one split."""
+class MemoryExecutor:
+    """Makes the batches of pipelines of a split in memory, which is moved to the device once."""
 
     skipped: Skipped | None = None  # the images that cannot be decoded; None: what is in memory does not fail
     safe_batches = 0  # on several ranks, how many of the next batches cannot fail any more
-
-    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
-        """Gives the batch of each part; takes a part's number when it begins to make it."""
-        raise NotImplementedError
-
-    def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
-        """Reads the images of the next batch before anyone iterates; changes no batch."""
-
-    def fork(self) -> Executor:
-        """Another one for the same batches, which tunes its threads anew and leaves only decoded images in this one."""
-        return self
-
-
-class MemoryExecutor(Executor):
-    """Rows of a split in memory, which is moved to the device once."""
 
     def __init__(self, split: Memory, device: torch.device) -> None:
         self._images_NHWC, self._labels_N = split.images_NHWC.to(device), split.labels_N.to(device)
@@ -80,3 +65,9 @@ class MemoryExecutor(Executor):
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         for index_N in pipeline.indices(epoch, part_numbers, pipeline.device):
             yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
+
+    def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
+        """Does nothing: the images are there."""
+
+    def fork(self) -> MemoryExecutor:
+        return self

@@ -20,7 +20,7 @@ from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Encoded, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import crop, decode
-from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
+from kasoku.data.loading.executor import PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Crop, Pipeline
 from kasoku.data.loading.workers import Autotuner, ThreadPool
 
@@ -31,18 +31,18 @@ Bad = dict[int, str]  # row of a part of a batch -> what is wrong with its image
 Moving = tuple[RawBatch, Any]  # tensors on their way to the device, and the event that they are there
 
 
-class FileExecutor(Executor):
-    """Decodes images when they are needed, by threads that live while an epoch is iterated."""
-
-    skipped: Skipped
+class FileExecutor:
+    """Makes the batches of pipelines of a split of files: decodes by threads that live while an epoch is iterated."""
 
     def __init__(self, split: Encoded, skipped: Skipped, *, side: int) -> None:
         self.split, self.skipped = split, skipped
+        self.safe_batches = 0  # on several ranks, how many of the next batches cannot fail any more
         self.side = side  # the shorter one of the decoded images that are kept
         self.cache: dict[int, np.ndarray] = {}  # decoded images; the same for all forks
         self._autotuner: Autotuner | None = None
 
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
+        """Gives the batch of each part; takes a part's number when it begins to make it."""
         nvjpeg.check(pipeline.decoder, pipeline.device)
         with closing(self._pool(pipeline)) as pool:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))
@@ -65,7 +65,7 @@ class FileExecutor(Executor):
                     raise error
 
     def fork(self) -> FileExecutor:
-        """Shares the decoded images; skips and tunes for itself."""
+        """Another one for the same batches, which shares the decoded images; it skips and tunes for itself."""
         twin = FileExecutor(self.split, copy.deepcopy(self.skipped), side=self.side)
         twin.cache = self.cache
         return twin

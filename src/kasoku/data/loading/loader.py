@@ -14,7 +14,7 @@ from kasoku.core import Batch, Comm, InputError, Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, Memory
 from kasoku.data.decode.decode import read_image
-from kasoku.data.loading.executor import Executor, MemoryExecutor, Skipped
+from kasoku.data.loading.executor import MemoryExecutor, Skipped
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
 
@@ -98,7 +98,7 @@ class Loader:
     skipped: Skipped | None = _of("executor.skipped")
     safe_batches: int = _of("executor.safe_batches")
 
-    def __init__(self, pipeline: Pipeline, executor: Executor) -> None:
+    def __init__(self, pipeline: Pipeline, executor: MemoryExecutor | FileExecutor) -> None:
         self.pipeline, self.executor = pipeline, executor
         self.epoch, self.position = 0, 0
         self.trace: Trace | None = None
@@ -230,8 +230,6 @@ class Loader:
         twin = Loader(self.pipeline.with_(shares=(), at_once=0), self.executor.fork())
         twin.epoch, twin.position, twin.trace = self.epoch, self.position, self.trace
         return twin
-
-    # ---- workers
 
     def warm(self) -> None:
         """Reads the images of the next batch before anyone iterates; changes no batch."""
