@@ -9,8 +9,9 @@ import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_model
@@ -116,28 +117,19 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-class FolderEntries(NamedTuple):
-    """What is in a folder, without hidden names."""
+def scan(folder: str) -> tuple[list[str], list[str], list[str]]:
+    """The names of the folders, files and other things in a folder, sorted, without hidden ones.
 
-    folders: list[str]
-    files: list[str]
-    others: list[str]
-
-
-def scan(folder: str) -> FolderEntries:
-    """The names in a folder, sorted. Links count as what they lead to, or as other things if they lead nowhere."""
-    found = FolderEntries([], [], [])
+    Links count as what they lead to, or as other things if they lead nowhere.
+    """
+    folders, files, others = list[str](), list[str](), list[str]()
     with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            kind = found.others
+        for entry in sorted((e for e in entries if not e.name.startswith(".")), key=attrgetter("name")):
+            kind = others
             with suppress(OSError):  # a link to itself
-                kind = found.folders if entry.is_dir() else found.files if entry.is_file() else found.others
+                kind = folders if entry.is_dir() else files if entry.is_file() else others
             kind.append(entry.name)
-    for names in found:
-        names.sort()
-    return found
+    return folders, files, others
 
 
 def open_regular(path: str) -> int:

@@ -193,7 +193,6 @@ def build(
     comm: Comm | None = None,
     *,
     dataset: Dataset | None = None,
-    train_loader: Loader | None = None,
     start: Start | None = None,
     shares: Shares | None = None,
 ) -> Training:
@@ -203,7 +202,6 @@ def build(
         recipe: what to train.
         comm: the ranks; one by default.
         dataset: the recipe's data set, if it was read before.
-        train_loader: the training loader, if several trainings share one.
         start: tasks of the start-up that already run, e.g. finding the other ranks.
         shares: how many images of a batch each rank takes; None: all the same number. The shares of asynchronous
             ranks, which they take in turn, may be more or fewer than the ranks.
@@ -239,7 +237,7 @@ def build(
             settings |= {"rank": comm.rank % takers, "size": takers}
         elif shares.at_once:
             settings |= {"at_once": shares.at_once, "shares": shares.images}
-        train = train_loader or load("train", recipe.batch, seed=recipe.seed, **settings)
+        train = load("train", recipe.batch, seed=recipe.seed, **settings)
         test_batch = recipe.evaluate.batch or shares.at_once * comm.size or recipe.batch // parts
         return train, load("test", test_batch + -test_batch % comm.size)
 
@@ -248,7 +246,7 @@ def build(
     start.add("network", network)
     start.add("model", partial(_model, recipe=recipe, device=device_setup.device), after=("compiler",))
     start.add("loaders", loaders)
-    start.add("first batch", lambda loaders: None if train_loader else loaders[0].warm())
+    start.add("first batch", lambda loaders: loaders[0].warm())
     results = start.wait()
     tasks = start.do("agreement", lambda: run_on_all_ranks(comm, results))
     dataset, (model, outputs), (train, test) = (tasks[name] for name in ("data", "model", "loaders"))
