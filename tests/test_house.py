@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2205,
+    "core": 2180,
     "optim": 1075,
     "models": 870,
     "device": 580,
-    "data": 4790,
+    "data": 4680,
     "distributed": 6310,
     "memory": 2070,
     "tracking": 255,
-    "config": 1530,
+    "config": 1525,
     "tune": 1525,
     "simulate": 1395,
     "report": 2435,
-    "training": 2780,
+    "training": 2650,
     "commands": 1930,
     "testing": 615,
 }

@@ -27,7 +27,7 @@ from kasoku.data import (
     sample,
 )
 from kasoku.data.augment.basic import stored_side
-from kasoku.data.loading import file_executor
+from kasoku.data.loading import executor
 
 VARIED = Augment(flip="alternating", translate=1, cutout=2)
 CROPPED = Augment(flip="random", translate=3, crop="random_resized")
@@ -245,14 +245,14 @@ def counted(monkeypatch):
     """The names of the images that are decoded from now on."""
     seen = []
     for what in ("decode", "crop"):
-        real = getattr(file_executor, what)
+        real = getattr(executor, what)
 
         def noted(*a, real=real, **named):
             if isinstance(a[0], bytes):
                 seen.append(named["name"])
             return real(*a, **named)
 
-        monkeypatch.setattr(file_executor, what, noted)
+        monkeypatch.setattr(executor, what, noted)
     return seen
 
 

@@ -22,7 +22,7 @@ from kasoku.cli import main
 from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Solo, Threads
 from kasoku.data import Dataset, GoneError, loader, order
-from kasoku.data.loading import file_executor
+from kasoku.data.loading import executor
 from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
 from kasoku.training.batches import BatchBarrier
@@ -165,14 +165,14 @@ def judged(run: Path) -> list[int]:
 
 def gone_after(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source of all training images goes when so many have been read."""
-    source, left = file_executor._Iteration._source, iter(range(images))
+    source, left = executor._Iteration._source, iter(range(images))
 
     def failing(run: Any, index: int) -> bytes | np.ndarray:
         if run.pipeline.train and next(left, None) is None:
             raise GoneError(LINE)
         return source(run, index)
 
-    monkeypatch.setattr(file_executor._Iteration, "_source", failing)
+    monkeypatch.setattr(executor._Iteration, "_source", failing)
 
 
 def shown(seed: int, batch: int, place: int) -> int:
@@ -264,8 +264,8 @@ def test_images_gone_while_statistics_are_measured_have_all_save(tmp_path: Path)
 def test_a_batch_that_fails_while_copied_ahead_is_told_in_its_turn(
     tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_executor._Iteration, "copies_ahead", True)  # as on a GPU
-    monkeypatch.setattr(file_executor.PendingBatch, "ready", property(lambda batch: bool(wait(batch.chunks))))
+    monkeypatch.setattr(executor._Iteration, "copies_ahead", True)  # as on a GPU
+    monkeypatch.setattr(executor.PendingBatch, "ready", property(lambda batch: bool(wait(batch.chunks))))
     lost: list[Lost] = [{}, {"train": {shown(0, batch, 5): GoneError(LINE)}}]
     zero, one = Threads(2).run(lambda comm: trained(comm, tmp_path, lost=lost[comm.rank]))
     assert str(zero) == str(one) == f"rank 1: {LINE}"

@@ -9,7 +9,6 @@ import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,21 +114,6 @@ def is_locked(folder: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def scan(folder: str) -> tuple[list[str], list[str], list[str]]:
-    """The names of the folders, files and other things in a folder, sorted, without hidden ones.
-
-    Links count as what they lead to, or as other things if they lead nowhere.
-    """
-    folders, files, others = list[str](), list[str](), list[str]()
-    with os.scandir(folder) as entries:
-        for entry in sorted((e for e in entries if not e.name.startswith(".")), key=attrgetter("name")):
-            kind = others
-            with suppress(OSError):  # a link to itself
-                kind = folders if entry.is_dir() else files if entry.is_file() else others
-            kind.append(entry.name)
-    return folders, files, others
 
 
 def open_regular(path: str) -> int:

@@ -131,12 +131,6 @@ class Trainer:
         copies, stop = self.state.training.snapshots, Signals[self.caught[0]] if self.caught else 0
         return Request(self.checkpointing.is_due_by_time(), stop, join=bool(copies and copies.members.election.joining))
 
-    @property
-    def resumable(self) -> bool:
-        """Whether there is a checkpoint to go on from; only rank 0 knows."""
-        run = self.state.run
-        return run is not None and run.path.is_dir() and self.state.last_checkpoint != NO_CHECKPOINT
-
     def finish(self) -> Result:
         """Writes the last checkpoint, the weights as evaluated, and the result. Collective; drains."""
         self.source.close()
@@ -184,7 +178,8 @@ def fit(
                 on_all_ranks = training.job.comm.size == 1 or isinstance(failure, SHARED_ERRORS)
                 if failure.gone and on_all_ranks:
                     trainer.checkpointing.save()
-                failure.resumable = trainer.resumable
+                saved = trainer.state.last_checkpoint != NO_CHECKPOINT
+                failure.resumable = saved and run is not None and run.path.is_dir()
             raise failure  # noqa: B904 - has its cause
 
 

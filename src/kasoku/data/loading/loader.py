@@ -14,8 +14,7 @@ from kasoku.core import Batch, Comm, InputError, Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, Memory
 from kasoku.data.decode.decode import read_image
-from kasoku.data.loading.executor import MemoryExecutor, Skipped
-from kasoku.data.loading.file_executor import FileExecutor
+from kasoku.data.loading.executor import FileExecutor, MemoryExecutor, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 
 _EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
