@@ -149,7 +149,7 @@ class Membership:
         self.watchdog.watch(activity, inner, group.store)
         self._announce()
 
-    # ---- on the watching thread
+    # ---- on the watching thread: gloo may never let go a main thread that was stopped in a collective
 
     def on_fault(self, line: str) -> None:
         """After a verdict: finds the ranks that are left, or ends the process."""

@@ -15,8 +15,7 @@ Note: joining ranks. `kasoku train` takes them in at a sync point. In a loop of 
 rank 0's `state_dict` (tests/distributed/test_joining.py).
 """
 
-import socket
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -35,6 +34,7 @@ from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.overlap import Overlap, SingleRank
+from kasoku.distributed.environment import nodes_of
 
 _REFUSED = {"moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"}
 
@@ -123,20 +123,10 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
 
 
 def _ranks_of_node(comm: Comm, size: int, beside: str) -> Comm:
-    """The ranks of this one's node: `size` consecutive ones, or with 0 those of its host. Collective.
-
-    Raises InputError for nodes of unequal size. `beside`: the technique that averages gradients in a node.
-    """
-    if comm.size % max(1, size):
-        raise InputError(f"node={size}: {comm.size} ranks cannot be divided into such nodes; give a divisor of them")
-    nodes: defaultdict[object, list[int]] = defaultdict(list)
-    for rank, host in enumerate(comm.gather_objects(socket.gethostname())):
-        nodes[rank // size if size else host].append(rank)
-    if len({*map(len, nodes.values())}) > 1:
-        got = f"Asynchronous beside {beside}: hosts of {[*map(len, nodes.values())]} ranks"
-        raise InputError(f"{got}; start as many on each, or give node, a divisor of all these numbers")
+    """The ranks of this one's node, as `nodes_of`. `beside`: the technique that averages gradients in a node."""
+    nodes = nodes_of(comm, size, f"Asynchronous beside {beside}")
     if len(nodes) > 1:
-        own = comm.sub([*nodes.values()])
+        own = comm.sub(nodes)
         return own if own.size > 1 else Solo(comm.clock)
     if comm.rank == 0:
         say(f"Asynchronous: all ranks share a host, so that {beside} has them all step together; node=... divides them")
