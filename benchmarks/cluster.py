@@ -177,12 +177,12 @@ class Workload:
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Job | None]]
 
 
-def ours(comm: TorchComm, policy: Policy | None = None, *, next_forward: bool = True, show: bool = False) -> Wrap:
+def ours(comm: TorchComm, policy: Policy | None = None, *, next_forward: bool = True) -> Wrap:
     """Wraps a model with Overlap."""
 
     def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Job]:
         more = {"buckets": policy} if policy else {}
-        job = Job(model, optimizer, comm=comm).apply(Overlap(next_forward=next_forward, show=show, **more))
+        job = Job(model, optimizer, comm=comm).apply(Overlap(next_forward=next_forward, **more))
         return model, job
 
     return wrap
