@@ -157,7 +157,6 @@ class TrainArguments(OptionalRecipe):
     vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
     dry_run: bool = option(default=False, help="only print what the recipe would do")
     show: bool = option("--print", default=False, help="only print the resolved recipe (TOML)")
-    plot: Path | None = option(metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
     quiet: bool = option(default=False, help="no progress bar")
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 

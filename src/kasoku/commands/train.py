@@ -69,8 +69,6 @@ def _check(arguments: TrainArguments) -> None:
         "--out beside --resume: a resumed run stays in its folder; remove --out": a.resume and a.out,
         "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained": not a.data
         and (a.weights or a.freeze),
-        f"--plot {a.plot}: an HTML page is written; give a name that ends in .html": a.plot
-        and a.plot.suffix != ".html",
         "--vary without --members: a value for each member is wanted; give --members K": a.vary and not a.members,
         "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
         "--print beside --members: one recipe is printed; leave --members out": a.show and a.members,
@@ -211,7 +209,7 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
         print(dumps(recipe), end="")
     elif comm.rank == 0:
         _say_once(comm, schedule_warning(recipe))
-        dry_run.preview(recipe, plot=arguments.plot, **shown)
+        dry_run.preview(recipe, **shown)
     if shown and (row := _time_row(training)) and comm.rank == 0:
         print_table("", row)
     return 0
@@ -267,10 +265,8 @@ def _begin(
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
     derived = rows or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch
-    if arguments.plot or (derived and not arguments.quiet):
-        data = info_of(training.dataset)
-        model, show = training.job.model, not arguments.quiet
-        preview(recipe, data=data, model=model, show=show, plot=arguments.plot, first=rows)
+    if derived and not arguments.quiet:
+        preview(recipe, data=info_of(training.dataset), model=training.job.model, first=rows)
 
 
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
@@ -293,10 +289,9 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if all(over):
         _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
         return _end(comm, None, folder, recipes[0])
-    shown = recipes if arguments.dry_run else recipes[:1] if arguments.plot else []
-    for i, recipe in enumerate(shown if comm.rank == 0 else ()):
-        preview(recipe, plot=None if i else arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
+        for recipe in recipes if comm.rank == 0 else ():
+            preview(recipe)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     _say_once(comm, schedule_warning(recipes[0]))
