@@ -188,8 +188,6 @@ class SlurmArguments(LaunchArguments):
     name: str | None = option(help="of the job (default: the recipe's)")
     port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
     cpus_per_gpu: int = option(default=CPUS_PER_GPU, metavar="C", help="(default: %(default)s)")
-    partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
-    account: str | None = option(metavar="NAME", help="(default: yours)")
     time: str = option(default=TIME_LIMIT, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
 
 
