@@ -329,9 +329,13 @@ class Job:
 
     # ---- checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming needs besides the weights: optimizer, loader, progress, state of techniques."""
-        self.drain()
+    def state_dict(self, *, drain: bool = True) -> dict[str, Any]:
+        """Everything that resuming needs besides the weights: optimizer, loader, progress, state of techniques.
+
+        `drain=False`: as they are, for a rank that cannot reach the others any more.
+        """
+        if drain:
+            self.drain()
         return {
             "steps": self.steps,
             "since": list(self._since),

@@ -83,14 +83,9 @@ class Activity:
         finally:
             self._last_step, self._busy_until = self._clock.now(), outer
 
-    @property
-    def steps_on(self) -> bool:
-        """Whether this rank steps on without a dead one, until the ranks meet."""
-        return self.membership is not None and bool(self.membership.steps_on)
-
-    def wait_for_verdict(self, *, message: bool = False) -> None:
-        """Waits as long as it may take to name a death; not after a `message` where asynchronous ranks step on."""
-        if self.heartbeat is not None and not (message and self.steps_on):
+    def wait_for_verdict(self) -> None:
+        """Waits as long as it may take to name a death."""
+        if self.heartbeat is not None:
             self.heartbeat.wait_for_verdict()
 
     @property
@@ -176,26 +171,34 @@ class CountingComm(Comm):
         self.started = number
         return label
 
-    def _start(self, label: str, f: Callable[[], Work], *, message: bool = False) -> Work:
+    def _start(self, label: str, f: Callable[[], Work], *, peer: int | None = None) -> Work:
+        heartbeat = self.activity.heartbeat
         try:
-            return _CountedWork(f(), self, label, message)
+            return _CountedWork(f(), self, label, peer, heartbeat)
         except RuntimeError:
-            self.activity.wait_for_verdict(message=message)
+            self.find_cause(heartbeat, peer)
             raise
 
     @contextmanager
-    def waiting(self, label: str, *, message: bool = False) -> Iterator[None]:
-        """Notes that this rank waits. If the wait fails, waits for the verdict: usually another rank is the cause."""
-        noted = not message or threading.current_thread() is threading.main_thread()  # server threads always wait
+    def waiting(self, label: str, *, peer: int | None = None, heartbeat: Any = None) -> Iterator[None]:
+        """Notes that this rank waits, for a message of `peer` if given. If the wait fails, waits for the verdict."""
+        noted = peer is None or threading.current_thread() is threading.main_thread()  # server threads always wait
         if noted:
             self._waits = label
         try:
             yield
         except RuntimeError:
-            self.activity.wait_for_verdict(message=message)
+            self.find_cause(heartbeat or self.activity.heartbeat, peer)
             raise
         if noted:
             self._waits = ""
+
+    def find_cause(self, heartbeat: Any, peer: int | None) -> None:
+        """After a failure, whose cause is usually another rank: for a message its peer. Waits for the verdict."""
+        if heartbeat is not None and peer is not None:
+            heartbeat.accuse(self.ranks[peer] if self.ranks else peer)
+        if heartbeat is not None:
+            heartbeat.wait_for_verdict()
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         return self._start(self._count("all_reduce", x), lambda: self.inner.all_reduce(x, op=op))
@@ -211,11 +214,11 @@ class CountingComm(Comm):
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         label = f"send to rank {to}{_size(x)}"
-        return self._start(label, lambda: self.inner.send(x, to=to, tag=tag), message=True)
+        return self._start(label, lambda: self.inner.send(x, to=to, tag=tag), peer=to)
 
     def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
         label = f"receive from rank {source}{_size(x)}"
-        return self._start(label, lambda: self.inner.receive(x, source=source, tag=tag), message=True)
+        return self._start(label, lambda: self.inner.receive(x, source=source, tag=tag), peer=source)
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
         with self.waiting(self._count("broadcast_object")):
@@ -247,13 +250,14 @@ class _CountedWork:
     inner: Work
     comm: CountingComm
     label: str
-    message: bool
+    peer: int | None  # of a message
+    heartbeat: Any  # that of the group in which it began
 
     def done(self) -> bool:
         return self.inner.done()
 
     def wait(self) -> None:
-        with self.comm.waiting(self.label, message=self.message):
+        with self.comm.waiting(self.label, peer=self.peer, heartbeat=self.heartbeat):
             self.inner.wait()
 
 

@@ -1,16 +1,15 @@
 """The failure detector: names a rank that died or hangs, and decides how the other ranks continue.
 
-Note: three policies. On a comm that a Watchdog started, a death or a hang ends all ranks, with one line on each and
-exit code 4; a launcher starts them again, and they resume from the last checkpoint. Under `kasoku train` the others go
-on after a death (membership.py). On any other comm, as in a training loop of the user's own, ranks of Asynchronous go
-on without the dead one (async_sgd/peers.py: Peers.lose).
+Note: two policies. On a comm that a Watchdog started, a death or a hang ends all ranks, with one line on each and exit
+code 4; a launcher starts them again, and they resume from the last checkpoint. Under `kasoku train` the others go on
+after a death (membership.py). On any other comm the collectives fail, or wait for a rank that stands still.
 
-Note: two transports. A Watchdog's heartbeats go through a store. A thread of each rank writes them over a connection of
-its own, so it does not stop while the training waits in a collective. Rank 0 reads all and writes a fault as the
-verdict; the other ranks read the verdict and rank 0's heartbeat. A store that breaks or falls silent is rank 0's death
-(under torchrun: of the host of its store). Asynchronous ranks send heartbeats to each other, so any of them may die.
-Both judge by a Detector, which counts heartbeats and reads no clock, so a rank that was stopped itself accuses no
-other. Time-outs of collectives play no part, so they may be long.
+Note: heartbeats go through a store. A thread of each rank writes them over a connection of its own, so it does not stop
+while the training waits in a collective. Rank 0 reads all and writes a fault as the verdict; the other ranks read the
+verdict and rank 0's heartbeat. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of
+its store). A Detector counts heartbeats and reads no clock, so a rank that was stopped itself accuses no other. A
+message between two ranks whose connection breaks is a death at once. Time-outs of collectives play no part, so they may
+be long.
 
 Note: the rank that is named. If one rank dies, the collectives of all ranks fail in turn, and the store ends with rank
 0's process. So a collective that failed waits for the verdict, and rank 0 ends last, when all living ranks have read
@@ -66,15 +65,14 @@ def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading
 class Detector:
     """Judges from heartbeats which ranks are dead. It has no thread, clock or connection.
 
-    A rank is dead after `patience` beats without a new heartbeat from it. `grouped`: once a rank is dead, one that is a
-    beat short of that is dead too, so that ranks which die together are named together.
+    A rank is dead after `patience` beats without a new heartbeat from it. Once a rank is dead, one that is a beat short
+    of that is dead too, so that ranks which die together are named together.
     """
 
-    def __init__(self, ranks: Sequence[int], patience: int, *, grouped: bool = False) -> None:
+    def __init__(self, ranks: Sequence[int], patience: int) -> None:
         self.ranks, self.patience = [*ranks], patience
         self.last = dict.fromkeys(self.ranks, b"")  # heartbeats
         self.silent = dict.fromkeys(self.ranks, 0)  # beats of our own since a rank's last new heartbeat
-        self._company = int(grouped)
 
     def count_beat(self) -> None:
         """Counts a beat of our own."""
@@ -87,7 +85,7 @@ class Detector:
 
     def living(self) -> list[int]:
         """The ranks that have not been silent for too long."""
-        return [rank for rank in self.ranks if self.silent[rank] < self.patience - self._company]
+        return [rank for rank in self.ranks if self.silent[rank] < self.patience - 1]
 
     def dead(self) -> list[int]:
         """The ranks that fell silent without an announcement of their end."""
@@ -165,12 +163,13 @@ class StoreHeartbeat:
         self.verdict, self.failure = f"{name}/verdict", f"{name}/failure"
         patience = round(settings.dead_s / settings.beat_s)
         watched = range(1, comm.size) if self.rank == 0 else [0]
-        self.detector = Detector(watched, patience, grouped=True)
+        self.detector = Detector(watched, patience)
         self._last_busy = self.clock.now()  # until then a rank was starting or busy, so the others had to wait
         self.written = self.answers = 0  # heartbeats, and requests that the store has answered
         self.failed = ""
         self.fault: Fault = ("", [])  # that was reported
         self.closing, self.over, self.reported = threading.Event(), threading.Event(), threading.Lock()
+        self.hurry = threading.Event()  # ends the first pause after it
         if self.rank == 0:
             self.store.set(self.verdict, _NO_VERDICT.decode())
             self.store.set(self.failure, _NO_VERDICT.decode())
@@ -185,7 +184,7 @@ class StoreHeartbeat:
             for pause_s in pauses_s:
                 time.sleep(pause_s) if early_end.is_set() else early_end.wait(pause_s)
 
-        daemon("kasoku watch", run, self.watch(), self.closing)
+        daemon("kasoku watch", run, self.watch(), self.hurry)
         daemon("kasoku guard", run, self.guard(), self.over)
 
     def watch(self) -> Iterator[float]:
@@ -249,7 +248,8 @@ class StoreHeartbeat:
             if heartbeat != detector.last[rank]:
                 detector.heard(rank, heartbeat)
         if dead := detector.dead():
-            return self.death(dead)
+            silence_s = detector.patience * self.settings.beat_s
+            return self.death(dead, detector.last[dead[0]], f"no heartbeat for {silence_s:g} s")
         states = [self.activity.state(), *(heartbeat[:1] for heartbeat in heartbeats)]
         if {*states} & {STARTING, BUSY}:
             self._last_busy = now
@@ -267,19 +267,29 @@ class StoreHeartbeat:
             line += f"; all stacks are in {file}" if written else ""
         return line, []
 
-    def death(self, ranks: Sequence[int]) -> Fault:
-        """The fault of dead ranks. One that failed by an error ends all: it might meet the others too."""
-        last = self.detector.last[ranks[0]]
+    def death(self, ranks: Sequence[int], last: bytes, why: str) -> Fault:
+        """The fault of dead ranks. One that failed by an error ends all: it might meet the others too.
+
+        `last`: the first one's last heartbeat.
+        """
         if last[:1] == FAILED:
             return f"{self.names(ranks)} failed: {json.loads(last[1:])['failed']}", []
-        return f"{self.names(ranks)} died: no heartbeat for {self.detector.patience * self.settings.beat_s:g} s", [
-            *ranks
-        ]
+        return f"{self.names(ranks)} died: {why}", [*ranks]
+
+    def accuse(self, rank: int) -> None:
+        """Takes a rank for dead whose connection broke, unless it has ended; nothing if there is a verdict already."""
+        with suppress(RuntimeError):  # the store is gone too, as the watching thread notices now
+            heartbeat = self.store.multi_get([self.keys[rank]])[0]
+            if self.closing.is_set() or heartbeat[:1] == ENDED:
+                return
+            fault = self.death([rank], heartbeat, "its connection broke")
+            self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
+        self.hurry.set()
 
     def lost_store(self) -> Fault:
         """The fault of a store that does not answer."""
-        if self.detector.last.get(0, b"")[:1] == FAILED:
-            return self.death([0])
+        if (last := self.detector.last.get(0, b""))[:1] == FAILED:
+            return self.death([0], last, "")
         rank = f"{self.names([0])} is gone: " if self.rank > 0 else ""
         return f"{rank}the store at {self.address} does not answer", [0] if self.rank > 0 else []
 
@@ -320,6 +330,7 @@ class StoreHeartbeat:
         """Announces that this rank has ended, or failed."""
         self.failed = " ".join(failed.split())
         self.closing.set()
+        self.hurry.set()
 
     def close(self, failed: str = "") -> None:
         """Announces that this rank has ended, or that it `failed` (a line), which ends the other ranks.

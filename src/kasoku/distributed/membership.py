@@ -42,12 +42,11 @@ class Membership:
         comm: of all ranks; `regroup` changes it in place.
         election: who they are.
         newcomer: this rank was started while the others train, and has not joined them yet.
-        steps_on: ranks step on without the dead until they meet, so that a fault begins no election.
     """
 
     def __init__(self) -> None:
         self.watchdog, self.election = Watchdog(on_fault=self.on_fault), Election()
-        self.steps_on = self.newcomer = self._planned = False
+        self.newcomer = self._planned = False
         self._decided, self._deciding = threading.Event(), threading.Lock()
         self._group = NewGroup(0, [], ("", 0), 0)
 
@@ -66,7 +65,7 @@ class Membership:
         self.comm.activity.membership = self
         return self.comm
 
-    def arm(self, folder: Path, facts: str, *, dead_s: float, most: int, steps_on: bool = False) -> None:
+    def arm(self, folder: Path, facts: str, *, dead_s: float, most: int) -> None:
         """From now on ranks may be lost, and others join. Not collective.
 
         Args:
@@ -74,10 +73,8 @@ class Membership:
             facts: what newcomers must have in common with the ranks.
             dead_s: seconds without a heartbeat after which a rank is dead.
             most: ranks that the training has work for.
-            steps_on: see the class.
         """
         self.election.open(folder, facts, most)
-        self.steps_on = steps_on
         self.watchdog = replace(self.watchdog, dead_s=dead_s)
         if heartbeat := self.comm.activity.heartbeat:
             heartbeat.settings = self.watchdog
@@ -108,7 +105,7 @@ class Membership:
         Raises LostRankError if the others go on without this rank, or do not answer.
         """
         with self._deciding:
-            self._planned = self.steps_on or not self.election.lost
+            self._planned = not self.election.lost
         if not self._planned:
             return  # the watching thread finds them
         if heartbeat := self.comm.activity.heartbeat:
@@ -161,8 +158,6 @@ class Membership:
                 end_process(line)
             self.election.lost.update(lost)
         abort()
-        if self.steps_on:
-            return
         try:
             self._group = self.election.elect({*lost}, ANSWER_S)
         except (InputError, OSError, RuntimeError) as error:

@@ -18,7 +18,7 @@ from kasoku.core.torch_internals import abort_nccl
 T = TypeVar("T")
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_groups: list[dist.ProcessGroup] = []  # made by TorchComm, beside that of all ranks; no patient ones
+_groups: list[dist.ProcessGroup] = []  # made by TorchComm, beside that of all ranks
 _UNUSED_TAG = 2**30  # of a message that nobody sends
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -116,8 +116,7 @@ class TorchComm(Comm):
         world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         apart = self._group is not None
         group = dist.new_group([world[rank] for rank in ranks], timeout=timeout, use_local_synchronization=apart)
-        if timeout is None:
-            _groups.append(cast(dist.ProcessGroup, group))
+        _groups.append(cast(dist.ProcessGroup, group))
         return cast(dist.ProcessGroup, group)
 
     def gather_objects(self, thing: T) -> list[T]:
@@ -129,7 +128,7 @@ class TorchComm(Comm):
 def abort() -> None:
     """Makes all collectives of this process raise, those under way and later ones. For a thread beside the training.
 
-    Not collective. Patient channels go on. Only `destroy` and a new group end this state. Note: gloo cannot be aborted
+    Not collective. Only `destroy` and a new group end this state. Note: gloo cannot be aborted
     by a call, but a receive that times out closes all connections of its group.
     """
     for group in (dist.group.WORLD, *_groups):

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kasoku.core import Batch, Comm, InputError, Job, Solo, Work
+from kasoku.core import Batch, Comm, InputError, Job, Work
 from kasoku.data import Loader
 from kasoku.distributed.async_sgd.asynchronous import Exchange
 from kasoku.distributed.consensus import ReportedElsewhereError, raise_on_all_ranks
@@ -38,7 +38,6 @@ class SyncSource:
     """Batches of which each rank takes its part: every step is a sync point."""
 
     syncs_each_step: ClassVar[bool] = True
-    lost: ClassVar[bool] = False  # a rank, so that the others must meet
 
     def __init__(self, state: RunState, metrics: Metrics, own_request: Callable[[], Request]) -> None:
         self.state, self.job, self.metrics, self.own_request = state, state.job, metrics, own_request
@@ -75,10 +74,7 @@ class SyncSource:
 
 
 class AsyncSource:
-    """The shares of the data that one rank trains on between two sync points.
-
-    Attributes: `lost`: whether a rank was lost since the last sync point, and the others have stepped on.
-    """
+    """The shares of the data that one rank trains on between two sync points."""
 
     syncs_each_step: ClassVar[bool] = False
 
@@ -87,7 +83,7 @@ class AsyncSource:
         self._exchange: Exchange = self.job.kept("asynchronous")
         self._channel = ControlChannel(self.job.comm)
         self._request, self._failure = Request(), None  # type: Request, InputError | None
-        self._synchronous, self.lost, self._steps = False, False, self.job.steps
+        self._synchronous, self._steps = False, self.job.steps
         self._epoch, self._first = 0, 0  # where the loader was at the last sync point, in batches
 
     @property
@@ -137,33 +133,36 @@ class AsyncSource:
         return 0
 
     def sync(self) -> Request:
-        """Finishes all exchanges, so that all living ranks have equal weights. Collective; drains."""
-        job, loader, state = self.job, self.job.plain_loader, self.state
+        """Finishes all exchanges, so that all ranks have equal weights. Collective; drains."""
+        job, state, metrics = self.job, self.state, self.metrics
         self._channel.close()
         limit_s = _PATIENCE * state.activity.limit_s
         with job.trace.span("wait", "the other ranks"), state.activity.busy(limit_s):
             job.drain()
-        metrics, comm = self.metrics, job.comm
-        dead = {*range(comm.size)}.difference(self._exchange.weights.leaders)  # as all that live agree
-        if dead and state.activity.steps_on:
-            self.lost, comm = True, Solo()
-            state.activity.membership.election.lost.update(dead)
+        self._mark_position(self._exchange.batches_dealt)
         metrics.read_own()
         own = self._request, metrics.own_sum, metrics.own_count
-        requests, sums, counts = zip(*comm.gather_objects(own), strict=True)
-        length = self._in_epoch
+        requests, sums, counts = zip(*job.comm.gather_objects(own), strict=True)
+        raise_on_all_ranks(job.comm, self._failure)
+        metrics.read_mean(sum(sums), sum(counts))
+        return Request.merge(requests)
+
+    def leave(self) -> None:
+        """After a death: marks how far the training is, as far as this rank knows. Not collective."""
+        self._mark_position(max(self._first, self._exchange.leave()))
+
+    def _mark_position(self, dealt: int) -> None:
+        """Counts the steps since the last sync point. `dealt`: batches of its epoch, for shares in turn."""
+        job, loader, length = self.job, self.job.plain_loader, self._in_epoch
         if not self._synchronous:
-            epochs, position = divmod(self._exchange.batches_dealt, length)
+            epochs, position = divmod(dealt, length)
             loader.seek(self._epoch + epochs, position * loader.parts)
-        state.mark_position()
+        self.state.mark_position()
         passed = (loader.epoch - self._epoch) * length + loader.position // loader.parts - self._first
         self._steps += passed
         job.set_progress(loader.epoch + loader.position / len(loader), self._steps)
-        state.progress.images += passed * loader.batch
-        raise_on_all_ranks(comm, self._failure)
-        if not self.lost:
-            metrics.read_mean(sum(sums), sum(counts))
-        return Request.merge(requests)
+        self.state.progress.images += passed * loader.batch
+        self._epoch, self._first = loader.epoch, loader.position // loader.parts
 
     def close(self) -> None:
         """Writes how stale the updates were. Collective."""

@@ -63,10 +63,10 @@ class Checkpointing:
     def content(self, *, alone: bool = False) -> dict[str, Any]:
         """All that resuming needs besides the weights; tensors are not copied.
 
-        Collective, with `alone` only among asynchronous ranks that live; drains.
+        Collective; drains. With `alone` neither: the other ranks cannot be reached.
         """
         state, job = self.state, self.job
-        content = job.state_dict()
+        content = job.state_dict(drain=not alone)
         content["loader"] |= state.position  # after the last whole step
         if job.plain_loader.skipped and not alone:
             ranks = job.comm.gather_objects(content["loader"].get("skipped", {}))

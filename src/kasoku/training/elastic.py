@@ -8,8 +8,9 @@ weights are those of an undisturbed training up to the order of summation, and b
 Note: how often a copy is made. All copies since the start or the last meeting take at most 1 % of the time, by the
 slowest rank's clock: after each copy the ranks agree how many steps that needs.
 
-Note: asynchronous ranks step on without a dead one until the next sync point. There the living make a copy, and go on
-from it. A batch keeps as many shares as there were ranks at the start.
+Note: asynchronous ranks do not go back: each that is left makes a copy after the death, and they go on from the mean of
+the weights in these, with the rest of the one that is farthest. Only the dead rank's share of the data that was under
+way is left out, and updates that were. A batch keeps as many shares as there were ranks at the start.
 
 Note: newcomers. A rank that is started with `--continue` in a run folder where others train builds the training alone,
 and then asks them. At the next boundary of steps they make a copy, which it gets from the first of them.
@@ -31,15 +32,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kasoku.config.ranks import is_asynchronous, part_of, spread
 from kasoku.config.recipe import dumps
-from kasoku.core import InputError, say
+from kasoku.core import Comm, InputError, say
 from kasoku.data import Shares
+from kasoku.distributed.async_sgd.parameter_server import means_over
 from kasoku.distributed.consensus import run_on_all_ranks, version_facts
 from kasoku.distributed.liveness import LostRankError, is_lost_rank
 from kasoku.distributed.membership import MissingRankError
+from kasoku.training.batches import AsyncSource, SyncSource
 from kasoku.training.checkpoint import Checkpointing, restore
 from kasoku.training.control import signals
 from kasoku.training.run_folder import RunFolder, run_folder
@@ -92,6 +95,7 @@ def fit_in(
                 if not group or not group.goes_on_after(error):
                     raise
                 meets = True
+                group.snapshots.leave(in_place=not isinstance(error, MeetError))
                 _free(training)
 
 
@@ -108,7 +112,7 @@ class Regrouping:
         most = _MOST if in_turn else recipe.batch // self._part
         facts = json.dumps({"recipe": dumps(recipe), **version_facts()})
         facts = hashlib.sha256(facts.encode()).hexdigest()
-        members.arm(folder, facts, dead_s=recipe.faults.dead_s, most=most, steps_on=in_turn)
+        members.arm(folder, facts, dead_s=recipe.faults.dead_s, most=most)
         self._planned = members.newcomer
 
     def goes_on_after(self, error: Exception) -> bool:
@@ -125,7 +129,7 @@ class Regrouping:
     def meet(self) -> None:
         """Makes the group of the ranks that are left and those that join. Collective among them."""
         for tries in range(_MEETINGS):
-            if self._planned or tries or self.members.steps_on:
+            if self._planned or tries:
                 self.members.meet()
             try:
                 self.members.regroup()
@@ -189,11 +193,13 @@ class Snapshots:
         self._saved: tuple[float, int, str] | None = None
         self.taken_s = self.spent_s = self._cost_s = self._since_s = 0.0
         self._first = self._due = 0  # steps
+        self._checkpointing: Checkpointing | None = None
+        self._source: AsyncSource | SyncSource | None = None
 
-    def begin(self, checkpointing: Checkpointing) -> None:
+    def begin(self, checkpointing: Checkpointing, source: AsyncSource | SyncSource) -> None:
         """Makes the first copy, unless the training goes on from one. Collective; drains."""
         job = checkpointing.job
-        self.spent_s = 0.0
+        self._checkpointing, self._source, self.spent_s = checkpointing, source, 0.0
         if not self.goes_on:
             self.take(checkpointing)
         elif self._saved:
@@ -219,7 +225,7 @@ class Snapshots:
         self._due = job.steps + int(steps)
 
     def take(self, checkpointing: Checkpointing, *, alone: bool = False) -> None:
-        """Makes a copy. Collective, with `alone` among the ranks that live; drains."""
+        """Makes a copy. Collective; drains. With `alone` neither."""
         job = checkpointing.job
         began_s = job.clock.now()
         with checkpointing.state.busy("save"):
@@ -232,10 +238,24 @@ class Snapshots:
         self._cost_s = self.taken_s - began_s
         self.spent_s += self._cost_s
 
+    def leave(self, *, in_place: bool) -> None:
+        """Leaves the training that another one follows. `in_place`: an asynchronous rank goes on from where it is."""
+        checkpointing, source, self._checkpointing, self._source = self._checkpointing, self._source, None, None
+        if in_place and checkpointing and isinstance(source, AsyncSource):
+            source.leave()
+            self._copies.clear()
+            self.take(checkpointing, alone=True)
+
     def restore(self, state: RunState) -> None:
-        """Goes on from the newest copy that all ranks but newcomers have. Collective. Raises InputError without one."""
+        """Goes on from the newest copy that all ranks but newcomers have. Collective. Raises InputError without one.
+
+        Asynchronous ranks take the mean of the weights in their newest copies.
+        """
         comm, job = state.job.comm, state.job
         held = comm.gather_objects([*self._copies])
+        if job.step_comm is not job.comm:
+            self._copies = self._means(comm, held, job.model)
+            held = [[*self._copies]] * comm.size
         common = set.intersection(*([set(steps) for steps in held if steps] or [set[int]()]))
         if not common:
             raise InputError("the ranks that are left have no copy of the same step: resume from the last checkpoint")
@@ -252,6 +272,16 @@ class Snapshots:
         restore(state, Progress(**content["progress"]))
         if comm.rank == 0:
             say(f"going on with {comm.size} ranks from step {job.steps} of {state.training.total_steps}, from memory")
+
+    def _means(self, comm: Comm, held: list[list[int]], model: nn.Module) -> dict[int, dict[str, Any]]:
+        """The copy from which asynchronous ranks go on; newcomers hold none. Collective."""
+        newest = [max(steps, default=-1) for steps in held]
+        source = newest.index(max(newest))
+        own = dict(self._copies.get(newest[comm.rank], {}))
+        weights = own.pop("weights", model.state_dict())
+        copy = comm.broadcast_object(own, root=source)
+        copy["weights"] = dict(zip(weights, means_over(weights.values(), comm, held), strict=True))
+        return {newest[source]: copy}
 
 
 def _copied(thing: Any, old: Any = None) -> Any:

@@ -26,7 +26,7 @@ class DivergedError(RuntimeError):
 
 
 class MeetError(RuntimeError):
-    """The ranks must form a new group, since newcomers wait, or some step on without the dead."""
+    """The ranks must form a new group, since newcomers wait."""
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,11 @@ class Trainer:
             resume_from_checkpoint(self.state)
         self.metrics = Metrics(self.state, started=started, resumed=resume or self.goes_on, quiet=quiet)
         self.checkpointing = Checkpointing(self.state, self.metrics)
-        if copies:
-            copies.begin(self.checkpointing)
-        self.validation = Validation(self.state, self.metrics)
         source = SyncSource if self.job.step_comm is self.job.comm else AsyncSource
         self.source: AsyncSource | SyncSource = source(self.state, self.metrics, self.own_request)
+        if copies:
+            copies.begin(self.checkpointing, self.source)
+        self.validation = Validation(self.state, self.metrics)
         self.caught: Sequence[str] = ()  # names of the signals that this rank caught
         self.stopped: str | None = None  # the signal that ends the training, once all ranks know of it
 
@@ -106,9 +106,6 @@ class Trainer:
         Raises MeetError where the training goes on with other ranks, from a copy of its state.
         """
         request, copies = self.source.sync(), self.state.training.snapshots
-        if self.source.lost:
-            copies.take(self.checkpointing, alone=True)
-            raise self._meeting()
         self.validation.run_if_due()
         self.stopped = Signals(request.stop).name if request.stop else None
         if self.checkpointing.is_due_by_steps() or (request.save and not request.stop):
@@ -119,12 +116,8 @@ class Trainer:
             if self.source.syncs_each_step:
                 self.source.close()
             copies.take(self.checkpointing)
-            raise self._meeting()
-
-    def _meeting(self) -> MeetError:
-        """What leads to a new group of ranks."""
-        self.metrics.outcome = "stopped"  # for trackers, in this group
-        return MeetError()
+            self.metrics.outcome = "stopped"  # for trackers, in this group
+            raise MeetError
 
     def own_request(self) -> Request:
         """What this rank asks all ranks to do: save, stop, take in newcomers."""

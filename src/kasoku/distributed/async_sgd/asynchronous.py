@@ -4,11 +4,8 @@ Note: an exchange. Each rank steps its own copy with its own optimizer. It sends
 shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
 the next step (transport.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
 
-Note: dead ranks. Where ranks go on without a dead one (distributed/liveness.py, Note: three policies), each updates its
-own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are divided among
-the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums, synchronous steps)
-would wait for it; `kasoku train` makes a new group of the ranks at the sync point (training/elastic.py). A node dies
-with each of its ranks.
+Note: dead ranks. The death of a rank ends the exchanges of all. Under `kasoku train` the ranks that are left form a new
+group, and go on from the mean of their copies of the weights (training/elastic.py).
 
 Note: joining ranks. `kasoku train` takes them in at a sync point. In a loop of the user's own the other ranks call
 `close()`, and form a new group and new jobs with the joining rank. It gets rank 0's weights from `apply`, and may load
@@ -24,9 +21,15 @@ import torch
 
 from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
+from kasoku.distributed.async_sgd.parameter_server import (
+    CLOCK,
+    RESTS,
+    SHARE,
+    SharedWeights,
+    copy_buffers,
+    means_over,
+)
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.async_sgd.survivors import Table, copy_buffers, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
@@ -137,7 +140,7 @@ class Exchange:
     """The exchanges of one job.
 
     Attributes: `staleness`: the number of all ranks' updates by staleness, up to the last sync point; `step`: steps
-        since then; `batches_dealt`: batches that were dealt before it; `dead`: the reason of each rank's death.
+        since then; `batches_dealt`: batches that were dealt before it.
     """
 
     def __init__(self, job: Job, settings: Asynchronous) -> None:
@@ -150,14 +153,13 @@ class Exchange:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         in_turn = not self.comm.thread_safe  # ranks in one process
-        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, leaders)
-        self.dead: dict[int, str] = self.transport.dead
+        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm)
         self.weights = self._divide(dict(enumerate(leaders)))
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self.staleness: Counter[int] = Counter()
         self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
         self._taken = 0  # the end of those that it got
-        self._started = self._entered = False
+        self._started = self._entered = self._left = False
         job.before_step(lambda: self.weights.remove_predictions())  # weight decay must act on the weights alone
         job.after_step(self._after_step)
         job.on_drain(self.drain)
@@ -194,8 +196,6 @@ class Exchange:
 
     def change_phase(self) -> None:
         """Switches between asynchronous and synchronous steps; collective: all ranks do so at the same epoch."""
-        if self.dead:
-            raise InputError(f"ranks {sorted(self.dead)} are dead: synchronous steps need all ranks (finish=0)")
         self.drain()
         self.sync_phases.switch()
 
@@ -233,11 +233,9 @@ class Exchange:
                 self._ask_first_owner(CLOCK, clock)
 
     def _ask_first_owner(self, *head: int) -> int:
-        """The reply of the owner that deals the data and keeps the clocks; -1 if it is dead."""
+        """The reply of the owner that deals the data and keeps the clocks."""
         none = torch.zeros(0)
-        reply = self.transport.ask(self.weights.workers[0], head, none, none)
-        # raised, the error would keep the callers' tensors alive
-        return -1 if reply.exception() else int(reply.result()[0])
+        return int(self.transport.ask(self.weights.workers[0], head, none, none).result()[0])
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -265,8 +263,10 @@ class Exchange:
     def drain(self) -> None:
         """A sync point: finishes all exchanges, gives all ranks equal weights and ends all threads."""
         model, weights = self.job.model, self.weights
+        if self._left:
+            return
         if self.sync_phases.active:
-            copy_buffers(model, mean_buffers(model, Table(self.comm)))
+            copy_buffers(model, means_over(model.buffers(), self.comm))
             self.weights.begin()
             self.step = 0
             return
@@ -279,21 +279,29 @@ class Exchange:
                 weights.receive(group, self.job.trace)
         self._send_clock(RESTS)
         self.transport.finish_requests()
-        result = self.transport.at_sync_point(lambda x: weights.sums(x, model, self.step, self._taken))
+        result = weights.sums(self.comm, model, self.step)
         self.staleness += result.staleness  # keeps those above 0
         self.batches_dealt = result.batches_dealt
         for group in weights.groups:
             group.current.store()
         copy_buffers(model, result.means)
         self.transport.stop()
-        if len(result.living) < len(weights.leaders):
-            self.weights = self._divide({rank: weights.leaders[rank] for rank in result.living})
-        self.weights.begin()
+        weights.begin()
         self.step = 0
-        self._started, self._entered, self.weights.server.dealt, self._shares = False, False, None, 0
+        self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
         self._taken = 0
         if result.steps:
             self.job.run_hooks("at_sync_point", result.steps)
+
+    def leave(self) -> int:
+        """After a death: leaves this rank's copy of the weights in the parameters; from now on it cannot drain.
+
+        Returns how many batches of the epoch were dealt, as far as this rank knows: 0 if it got none since the last
+        sync point.
+        """
+        self._left = True
+        self.weights.remove_predictions()
+        return -(-self._taken // self.weights.shares)
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}

@@ -6,7 +6,7 @@ updates by other workers that were added to the same shard since. The worker's o
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm, Trace
-from kasoku.distributed.async_sgd.peers import Reply
+from kasoku.distributed.async_sgd.messages import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
-from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
 from kasoku.distributed.async_sgd.worker import WorkerGroup
 
 Head = Sequence[int]  # of a request or a reply: a request's kind, and up to three more numbers
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of requests
-RESTS = 2**62  # the clock of a worker that has ended or died: no bound waits for it
+RESTS = 2**62  # the clock of a worker that has ended: no bound waits for it
 _STRETCH = 1 << 16  # elements: 256 KiB
 
 
@@ -97,11 +96,6 @@ class ParameterServer:
             self._shares = {worker: [] for worker in self.clocks}
             self.dealt = (first * self.shares, end * self.shares)
 
-    def rank_died(self, rank: int) -> None:
-        """Takes a dead worker out of the bound on clocks."""
-        if rank in self.clocks:
-            self.clocks[rank] = RESTS
-
     def size(self, head: Head) -> tuple[int, torch.dtype]:
         """Elements and type of an update, which are the reply's too; requests of other kinds have no body."""
         shard = self.shards[head[1]] if head[0] == UPDATE else None
@@ -141,7 +135,6 @@ class SyncResult(NamedTuple):
     batches_dealt: int
     steps: float
     means: list[Tensor]
-    living: list[int]
 
 
 @dataclass(eq=False)
@@ -215,37 +208,49 @@ class SharedWeights:
             return
         replies = group.pending.values() if self.rank in self.workers else ()
         with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
-            read = [-1 if reply.exception() else int(reply.result()[0]) for reply in replies]
+            read = [int(reply.result()[0]) for reply in replies]
             versions = _copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
             _copy_from_first(self.node, group.reply)
-        for owner, version in zip(group.pending, versions.tolist(), strict=True):
-            if version < 0:  # lost, and all other owners have replied
-                group.drop_owner(owner)
-            else:
-                group.version_read[owner] = version
+        group.version_read.update(zip(group.pending, versions.tolist(), strict=True))
         group.pending.clear()
         group.read_reply()
 
-    def sums(self, table: Table, model: nn.Module, step: int, taken: int) -> SyncResult:
-        """Sums the parts of all ranks of the table; collective.
-
-        `step`: this rank's steps since the last sync point. `taken`: the end of the shares that it took, by which the
-        batches are known where the rank that dealt them is dead.
-        """
+    def sums(self, comm: Comm, model: nn.Module, step: int) -> SyncResult:
+        """Sums the parts of all ranks of the comm; collective. `step`: this rank's steps since the last sync point."""
         works, server = self.rank in self.workers, self.server
-        workers = sum(rank in table.ranks for rank in self.workers)
         for group, shard in zip(self.groups, server.shards, strict=True):
-            owned = {self.rank: shard.weights} if shard else {}
-            table.all_reduce(group.contribution(owned, table.ranks, workers if works else 0))
+            comm.all_reduce(group.contribution(self.rank, shard.weights if shard else None)).wait()
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
         dealt = server.dealt[0] // self.shares if server.dealt and self.rank == self.workers[0] else 0
-        largest = torch.tensor([max(staleness, default=0), max(dealt, -(-taken // self.shares))])
-        table.all_reduce(largest, op="max")
+        largest = torch.tensor([max(staleness, default=0), dealt])
+        comm.all_reduce(largest, op="max").wait()
         counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
-        table.all_reduce(counts)
+        comm.all_reduce(counts).wait()
         steps, *updates = counts.tolist()
         staleness = Counter(dict(enumerate(updates)))
-        return SyncResult(staleness, int(largest[1]), steps / workers, mean_buffers(model, table), table.ranks)
+        means = means_over(model.buffers(), comm)
+        return SyncResult(staleness, int(largest[1]), steps / len(self.workers), means)
+
+
+def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = ()) -> list[Tensor]:
+    """Each floating-point tensor's mean over the ranks; of other tensors the largest values. Collective.
+
+    `held`: for each rank, whether its tensors count; empty: all do.
+    """
+    means, counts = [], not held or bool(held[comm.rank])
+    for x in tensors:
+        exact = x.is_floating_point()
+        mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True).reshape(-1)
+        mine *= counts
+        comm.all_reduce(mine, op="sum" if exact else "max").wait()
+        means.append((mine / (sum(map(bool, held)) or comm.size) if exact else mine).view_as(x))
+    return means
+
+
+def copy_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
+    """Gives the model's buffers these values."""
+    for x, value in zip(model.buffers(), values, strict=True):
+        x.copy_(value)
 
 
 def _copy_from_first(node: Comm, x: Tensor) -> Tensor:
