@@ -145,7 +145,7 @@ class CountingComm(Comm):
     def _take(self, inner: Comm) -> None:
         activity, ranks = self.activity, self.ranks
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
-        self.clock, self.thread_safe = inner.clock, inner.thread_safe
+        self.clock, self.thread_safe, self._heartbeat = inner.clock, inner.thread_safe, activity.heartbeat
         self.name = f" on channel {len(activity.counts)}" if activity.counts else ""
         self.name += f" of ranks {', '.join(map(str, ranks))}" if ranks else ""
         self.started = 0
@@ -172,33 +172,32 @@ class CountingComm(Comm):
         return label
 
     def _start(self, label: str, f: Callable[[], Work], *, peer: int | None = None) -> Work:
-        heartbeat = self.activity.heartbeat
         try:
-            return _CountedWork(f(), self, label, peer, heartbeat)
+            return _CountedWork(f(), self, label, peer)
         except RuntimeError:
-            self.find_cause(heartbeat, peer)
+            self._find_cause(peer)
             raise
 
     @contextmanager
-    def waiting(self, label: str, *, peer: int | None = None, heartbeat: Any = None) -> Iterator[None]:
-        """Notes that this rank waits, for a message of `peer` if given. If the wait fails, waits for the verdict."""
+    def waiting(self, label: str, *, peer: int | None = None) -> Iterator[None]:
+        """Notes that this rank waits, with `peer` for a message. If the wait fails, waits for the verdict."""
         noted = peer is None or threading.current_thread() is threading.main_thread()  # server threads always wait
         if noted:
             self._waits = label
         try:
             yield
         except RuntimeError:
-            self.find_cause(heartbeat or self.activity.heartbeat, peer)
+            self._find_cause(peer)
             raise
         if noted:
             self._waits = ""
 
-    def find_cause(self, heartbeat: Any, peer: int | None) -> None:
-        """After a failure, whose cause is usually another rank: for a message its peer. Waits for the verdict."""
-        if heartbeat is not None and peer is not None:
-            heartbeat.accuse(self.ranks[peer] if self.ranks else peer)
-        if heartbeat is not None:
-            heartbeat.wait_for_verdict()
+    def _find_cause(self, peer: int | None) -> None:
+        """After a failure: accuses the peer of a message, then waits for the verdict of this comm's group."""
+        if self._heartbeat is not None:
+            if peer is not None:
+                self._heartbeat.accuse(self.ranks[peer] if self.ranks else peer)
+            self._heartbeat.wait_for_verdict()
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         return self._start(self._count("all_reduce", x), lambda: self.inner.all_reduce(x, op=op))
@@ -251,13 +250,12 @@ class _CountedWork:
     comm: CountingComm
     label: str
     peer: int | None  # of a message
-    heartbeat: Any  # that of the group in which it began
 
     def done(self) -> bool:
         return self.inner.done()
 
     def wait(self) -> None:
-        with self.comm.waiting(self.label, peer=self.peer, heartbeat=self.heartbeat):
+        with self.comm.waiting(self.label, peer=self.peer):
             self.inner.wait()
 
 

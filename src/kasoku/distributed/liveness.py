@@ -7,7 +7,7 @@ after a death (membership.py). On any other comm the collectives fail, or wait f
 Note: heartbeats go through a store. A thread of each rank writes them over a connection of its own, so it does not stop
 while the training waits in a collective. Rank 0 reads all and writes a fault as the verdict; the other ranks read the
 verdict and rank 0's heartbeat. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of
-its store). A Detector counts heartbeats and reads no clock, so a rank that was stopped itself accuses no other. A
+its store). A Detector counts heartbeats and reads no clock, so a rank that was stopped itself finds no other silent. A
 message between two ranks whose connection breaks is a death at once. Time-outs of collectives play no part, so they may
 be long.
 
@@ -229,11 +229,12 @@ class StoreHeartbeat:
         if fault:  # the first verdict counts
             verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
         if verdict != _NO_VERDICT:
+            line, lost = json.loads(verdict)
             with suppress(RuntimeError):  # a store that breaks now changes nothing
                 self.write(INFORMED)
                 if self.rank == 0:
-                    yield from self.wait_for_ranks(3 * self.settings.beat_s)
-            self.report(*json.loads(verdict))
+                    yield from self.wait_for_ranks(3 * self.settings.beat_s, lost)
+            self.report(line, lost)
             return True
         if self.rank > 0 and heartbeats[0][:1] == ENDED:
             self.write(ENDED)
@@ -277,10 +278,15 @@ class StoreHeartbeat:
         return f"{self.names(ranks)} died: {why}", [*ranks]
 
     def accuse(self, rank: int) -> None:
-        """Takes a rank for dead whose connection broke, unless it has ended; nothing if there is a verdict already."""
+        """Takes a rank for dead whose connection broke, unless it has ended or there is a verdict already."""
+        if not (self.fault[0] or self.closing.is_set()):
+            daemon("kasoku accuses", self.accuse_now, rank)  # a store that does not answer holds up nobody
+
+    def accuse_now(self, rank: int) -> None:
+        """As `accuse`, on this thread."""
         with suppress(RuntimeError):  # the store is gone too, as the watching thread notices now
             heartbeat = self.store.multi_get([self.keys[rank]])[0]
-            if self.closing.is_set() or heartbeat[:1] == ENDED:
+            if heartbeat[:1] == ENDED:
                 return
             fault = self.death([rank], heartbeat, "its connection broke")
             self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
@@ -304,10 +310,10 @@ class StoreHeartbeat:
             self.settings.on_fault(f"{line}; {_ADVICE}")
         self.over.set()
 
-    def wait_for_ranks(self, limit_s: float) -> Iterator[float]:
+    def wait_for_ranks(self, limit_s: float, lost: Sequence[int] = ()) -> Iterator[float]:
         """Until all other living ranks have sent their last heartbeat, as their store is in this process; rank 0."""
         until = self.clock.now() + limit_s
-        keys = [self.keys[rank] for rank in self.detector.living()]
+        keys = [self.keys[rank] for rank in self.detector.living() if rank not in lost]
         while keys and self.clock.now() < until:
             heartbeats = self.store.multi_get(keys)
             self.answers += 1

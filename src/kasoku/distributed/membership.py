@@ -8,18 +8,20 @@ all ranks of its host when one ends.
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kasoku.core import Comm, InputError, Solo, say, summary
 from kasoku.distributed.counting_comm import Activity, CountingComm
-from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, THERE, Election, NewGroup, open_store
+from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Election, NewGroup, open_store
 from kasoku.distributed.liveness import LostRankError, Watchdog, end_process
-from kasoku.distributed.requests import Address
+from kasoku.distributed.requests import Address, answers
 from kasoku.distributed.torch_comm import TorchComm, abort, destroy
 
 TIMEOUT = timedelta(minutes=30)  # of a collective: longer than any evaluation or checkpoint
@@ -136,14 +138,13 @@ class Membership:
             try:
                 store = self.election.store if group.rank == 0 else open_store(group.store)
                 store = dist.PrefixStore(f"group {group.number}", store)  # type: ignore[attr-defined]
-                store.set(f"rank {group.rank}", "")
-                store.wait([f"rank {rank}" for rank in range(size)], THERE)
+                _wait_for_all(store, group)
             except RuntimeError as error:
                 raise MissingRankError(f"rank {group.rank}: a rank is missing ({summary(error)})") from error
             dist.init_process_group(backend(), store=store, rank=group.rank, world_size=size, timeout=TIMEOUT)
             inner = TorchComm(clock=self.comm.clock)
-        self.comm.replace(inner)
         self.watchdog.watch(activity, inner, group.store)
+        self.comm.replace(inner)  # with the new heartbeat
         self._announce()
 
     # ---- on the watching thread: gloo may never let go a main thread that was stopped in a collective
@@ -165,3 +166,21 @@ class Membership:
         if self._group.rank == 0:
             say(f"{fault}; going on with {len(self._group.addresses)} of {len(self.election.addresses)} ranks")
         self._decided.set()
+
+
+def _wait_for_all(store: Any, group: NewGroup) -> None:
+    """Waits until all ranks of the group have come: one that is in a long step comes after it. Collective.
+
+    Raises MissingRankError if one of them has died meanwhile.
+    """
+    own = f"rank {group.rank}"
+    store.set(own, "")
+    began_s = time.monotonic()
+    for rank, address in enumerate(group.addresses):
+        while not store.check([f"rank {rank}"]):
+            time.sleep(0.02)
+            waited_s = time.monotonic() - began_s
+            there = answers(address) if waited_s > GRACE_S else True
+            if there is False or waited_s > (PATIENT_S if there else ANSWER_S):
+                store.delete_key(own)
+                raise MissingRankError(f"rank {group.rank}: rank {rank} is missing")

@@ -128,8 +128,8 @@ class TorchComm(Comm):
 def abort() -> None:
     """Makes all collectives of this process raise, those under way and later ones. For a thread beside the training.
 
-    Not collective. Only `destroy` and a new group end this state. Note: gloo cannot be aborted
-    by a call, but a receive that times out closes all connections of its group.
+    Not collective. Only `destroy` and a new group end this state. Note: gloo cannot be aborted by a call, but a receive
+    that times out closes all connections of its group.
     """
     for group in (dist.group.WORLD, *_groups):
         with suppress(RuntimeError, ValueError):  # it was destroyed

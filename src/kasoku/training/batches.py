@@ -84,7 +84,9 @@ class AsyncSource:
         self._channel = ControlChannel(self.job.comm)
         self._request, self._failure = Request(), None  # type: Request, InputError | None
         self._synchronous, self._steps = False, self.job.steps
-        self._epoch, self._first = 0, 0  # where the loader was at the last sync point, in batches
+        loader = self.job.plain_loader
+        self._epoch, self._first = loader.epoch, loader.position // loader.parts  # where it was at the last sync point
+        self._begun = self._first  # the end of the batches of that epoch of which this rank has trained on a share
 
     @property
     def _in_epoch(self) -> int:
@@ -114,6 +116,7 @@ class AsyncSource:
                 with loader.deal_from(self._next_share):
                     for batch in batches(job, activity, barrier):
                         number = loader.last_share // loader.size  # all shares of a batch have the same progress
+                        self._begun = number + 1
                         job.set_progress(self._epoch + number / self._in_epoch)
                         yield batch
         except InputError as error:
@@ -147,9 +150,15 @@ class AsyncSource:
         metrics.read_mean(sum(sums), sum(counts))
         return Request.merge(requests)
 
-    def leave(self) -> None:
-        """After a death: marks how far the training is, as far as this rank knows. Not collective."""
-        self._mark_position(max(self._first, self._exchange.leave()))
+    def leave(self) -> bool:
+        """After a death: leaves this rank's weights in the model, and marks how far it is. Not collective.
+
+        False in a synchronous phase, where a step may be half done.
+        """
+        self._exchange.weights.remove_predictions()
+        if not self._synchronous:
+            self._mark_position(self._begun)
+        return not self._synchronous
 
     def _mark_position(self, dealt: int) -> None:
         """Counts the steps since the last sync point. `dealt`: batches of its epoch, for shares in turn."""
@@ -163,6 +172,7 @@ class AsyncSource:
         job.set_progress(loader.epoch + loader.position / len(loader), self._steps)
         self.state.progress.images += passed * loader.batch
         self._epoch, self._first = loader.epoch, loader.position // loader.parts
+        self._begun = self._first
 
     def close(self) -> None:
         """Writes how stale the updates were. Collective."""

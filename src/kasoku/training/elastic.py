@@ -8,17 +8,18 @@ weights are those of an undisturbed training up to the order of summation, and b
 Note: how often a copy is made. All copies since the start or the last meeting take at most 1 % of the time, by the
 slowest rank's clock: after each copy the ranks agree how many steps that needs.
 
-Note: asynchronous ranks do not go back: each that is left makes a copy after the death, and they go on from the mean of
-the weights in these, with the rest of the one that is farthest. Only the dead rank's share of the data that was under
-way is left out, and updates that were. A batch keeps as many shares as there were ranks at the start.
+Note: asynchronous ranks do not go back. After a death each rank that is left copies its state. They go on from the mean
+of the weights, with the other state of the rank that is farthest. Lost are the updates under way, shares of the data
+that were dealt and not trained, and for an EMA the steps since the last sync point. A batch keeps as many shares as
+there were ranks at the start. In a synchronous phase they go back as synchronous ranks do.
 
 Note: newcomers. A rank that is started with `--continue` in a run folder where others train builds the training alone,
 and then asks them. At the next boundary of steps they make a copy, which it gets from the first of them.
 
-Note: what ends all ranks, with exit code 4: `faults.elastic = false`; a loss before the first step or after the last; a
-rank that failed by an error of its own, or hangs in a step though its process lives; CUDA graphs; unequal shares by
-speed; no part for each rank; asynchronous ranks that step together in nodes; a second loss while the ranks regroup.
-State that a reducer keeps for each rank (Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
+Note: what ends all ranks, with exit code 4: `faults.elastic = false`; a loss before the first copy or after the last
+step; a rank that failed by an error of its own, or hangs in a step though its process lives; CUDA graphs; unequal shares
+by speed; no part for each rank; asynchronous ranks that step together in nodes. State that a reducer keeps for each rank
+(Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
 """
 
 import hashlib
@@ -194,7 +195,7 @@ class Snapshots:
         self.taken_s = self.spent_s = self._cost_s = self._since_s = 0.0
         self._first = self._due = 0  # steps
         self._checkpointing: Checkpointing | None = None
-        self._source: AsyncSource | SyncSource | None = None
+        self._source: Any = None
 
     def begin(self, checkpointing: Checkpointing, source: AsyncSource | SyncSource) -> None:
         """Makes the first copy, unless the training goes on from one. Collective; drains."""
@@ -240,11 +241,10 @@ class Snapshots:
 
     def leave(self, *, in_place: bool) -> None:
         """Leaves the training that another one follows. `in_place`: an asynchronous rank goes on from where it is."""
-        checkpointing, source, self._checkpointing, self._source = self._checkpointing, self._source, None, None
-        if in_place and checkpointing and isinstance(source, AsyncSource):
-            source.leave()
+        if in_place and self._checkpointing and isinstance(self._source, AsyncSource) and self._source.leave():
             self._copies.clear()
-            self.take(checkpointing, alone=True)
+            self.take(self._checkpointing, alone=True)
+        self._checkpointing = self._source = None
 
     def restore(self, state: RunState) -> None:
         """Goes on from the newest copy that all ranks but newcomers have. Collective. Raises InputError without one.
@@ -253,7 +253,7 @@ class Snapshots:
         """
         comm, job = state.job.comm, state.job
         held = comm.gather_objects([*self._copies])
-        if job.step_comm is not job.comm:
+        if job.step_comm is not job.comm and any(held):
             self._copies = self._means(comm, held, job.model)
             held = [[*self._copies]] * comm.size
         common = set.intersection(*([set(steps) for steps in held if steps] or [set[int]()]))

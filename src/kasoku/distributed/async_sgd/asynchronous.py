@@ -13,7 +13,7 @@ rank 0's `state_dict` (tests/distributed/test_joining.py).
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -74,7 +74,7 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
     Costs: memory on each rank, 20 bytes a parameter (16 without prediction, which is on the model's
         device). An owner also keeps its shard of the weights, two buffers as large as its
         largest piece for each other rank, and with bf16 or int8 a copy of its shard for each rank. The
-        prediction takes two passes over the parameters a step. About four threads for each other rank. Updates are
+        prediction takes two passes over the parameters a step. About two threads for each other rank. Updates are
         stale, and no two runs are alike; a resumed run has rank 0's optimizer state on all ranks, so it is only
         statistically the same.
     Maths: W += u / workers for each worker's update u, computed on a W that lacks the other workers' latest updates.
@@ -148,18 +148,17 @@ class Exchange:
         self.comm = job.comm.channel(patient=True)
         self.node = job.step_comm.channel()
         leaders = job.comm.gather_objects(self.node.broadcast_object(job.comm.rank))
-        self._units = LayerIndex(job.model)
-        for name, p in self._units.named:
+        units = LayerIndex(job.model)
+        for name, p in units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         in_turn = not self.comm.thread_safe  # ranks in one process
         self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm)
-        self.weights = self._divide(dict(enumerate(leaders)))
+        self.weights = self._divide(leaders, units)
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self.staleness: Counter[int] = Counter()
         self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
-        self._taken = 0  # the end of those that it got
-        self._started = self._entered = self._left = False
+        self._started = self._entered = False
         job.before_step(lambda: self.weights.remove_predictions())  # weight decay must act on the weights alone
         job.after_step(self._after_step)
         job.on_drain(self.drain)
@@ -168,13 +167,13 @@ class Exchange:
         hook = model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None)
         job.on_close(hook.remove)
 
-    def _divide(self, leaders: Mapping[int, int]) -> SharedWeights:
+    def _divide(self, leaders: Sequence[int], units: LayerIndex) -> SharedWeights:
         """Divides the weights, equal on all ranks, among the workers. `leaders`: the worker of each rank."""
-        settings, named = self.settings, self._units.named
-        groups = [[named[i][1] for i in group] for group in settings.buckets.plan(self._units.tensors).buckets]
+        settings = self.settings
+        groups = [[units.named[i][1] for i in group] for group in settings.buckets.plan(units.tensors).buckets]
         codec, ahead = CODECS[settings.wire], settings.ahead
         blocking = not settings.hidden and not ahead
-        workers = sorted({*leaders.values()})
+        workers = sorted({*leaders})
         copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
         size = getattr(self.job.plain_loader, "size", self.comm.size)  # ranks may be fewer or more than shares
         shares = len(workers) if size == self.comm.size else size // self.node.size
@@ -213,7 +212,6 @@ class Exchange:
     def deal(self, first: int, end: int) -> None:
         """Starts to deal these batches until the next sync point, unless it has begun; all ranks call it."""
         self.weights.server.deal(first, end)
-        self._taken = max(self._taken, first * self.weights.shares)
 
     def share_of_data(self, stop: bool = False, *, last: bool = False) -> int | None:
         """The number of this rank's next share, as a loader's `deal_from` counts; None: the sync point is reached.
@@ -223,7 +221,6 @@ class Exchange:
         self._start()
         share = self._ask_first_owner(SHARE, int(stop or last), -1 if last else self._shares)
         self._shares += 1
-        self._taken = max(self._taken, share + 1)
         return share * self.node.size + self.node.rank if share >= 0 else None
 
     def _send_clock(self, clock: int) -> None:
@@ -263,11 +260,9 @@ class Exchange:
     def drain(self) -> None:
         """A sync point: finishes all exchanges, gives all ranks equal weights and ends all threads."""
         model, weights = self.job.model, self.weights
-        if self._left:
-            return
         if self.sync_phases.active:
             copy_buffers(model, means_over(model.buffers(), self.comm))
-            self.weights.begin()
+            weights.begin()
             self.step = 0
             return
         self._start()
@@ -289,19 +284,8 @@ class Exchange:
         weights.begin()
         self.step = 0
         self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
-        self._taken = 0
         if result.steps:
             self.job.run_hooks("at_sync_point", result.steps)
-
-    def leave(self) -> int:
-        """After a death: leaves this rank's copy of the weights in the parameters; from now on it cannot drain.
-
-        Returns how many batches of the epoch were dealt, as far as this rank knows: 0 if it got none since the last
-        sync point.
-        """
-        self._left = True
-        self.weights.remove_predictions()
-        return -(-self._taken // self.weights.shares)
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}

@@ -1,7 +1,7 @@
 """Messages between asynchronous ranks, and the threads that wait for them.
 
-Note: threads. gloo tells only in a blocking wait whether a message has arrived. So one thread for each rank and channel
-waits for the messages of both, in order, and the training loop looks at their futures.
+Note: threads. gloo tells only in a blocking wait whether a message has arrived. So one thread for each other rank and
+channel waits for what was sent and for what is to be received, in order, and the training loop looks at the futures.
 
 Note: deaths. A message that fails ends all others, and the training loop raises its error at the next one. What follows
 is the same as for synchronous ranks (distributed/liveness.py, Note: two policies).
@@ -40,7 +40,7 @@ class Messages:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self.comm, self.small = comm, comm.channel(patient=True)
+        self.small = comm.channel(patient=True)
         self.changed = threading.Condition(threading.RLock())
         self._failure: BaseException | None = None
         self._unfinished: set[Reply] = set()
@@ -52,9 +52,9 @@ class Messages:
         try:
             works = [channel.send(x, to=rank, tag=ASK) for x in sends if len(x)]
             works += [channel.receive(x, source=rank, tag=REPLY) for x in receives if len(x)]
-        except RuntimeError as error:
+        except Exception as error:
             self.fail(error)
-            self.check()
+            raise
         reply: Reply = Future()
         with self.changed:
             self.check()
@@ -73,7 +73,7 @@ class Messages:
         self._lines.clear()
 
     def check(self) -> None:
-        """Raises the error that has ended this rank's part."""
+        """Raises the first error of a message or of an answer, if there was one."""
         if self._failure:
             raise self._failure
 
@@ -104,7 +104,7 @@ class Messages:
             try:
                 for work in works:
                     work.wait()
-            except RuntimeError as error:
+            except BaseException as error:
                 return self.fail(error)
             with self.changed:
                 if reply in self._unfinished:

@@ -6,7 +6,7 @@ updates by other workers that were added to the same shard since. The worker's o
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -82,12 +82,12 @@ class ParameterServer:
     """
 
     def __init__(
-        self, shards: Sequence[ParameterShard | None], leaders: Mapping[int, int], ahead: int | None, shares: int
+        self, shards: Sequence[ParameterShard | None], leaders: Sequence[int], ahead: int | None, shares: int
     ) -> None:
         self.shards, self.leaders, self._ahead, self.shares = shards, leaders, ahead, shares
         self._lock = threading.Lock()
         self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: not set yet
-        self.clocks = dict.fromkeys(leaders.values(), 0)
+        self.clocks = dict.fromkeys(leaders, 0)
         self._shares: dict[int, list[int]] = {}  # by worker
 
     def deal(self, first: int, end: int) -> None:
@@ -149,14 +149,14 @@ class SharedWeights:
     """
 
     groups: Sequence[WorkerGroup]
-    leaders: Mapping[int, int]
+    leaders: Sequence[int]
     rank: int
     node: Comm
     max_staleness: int | None
     shares: int
 
     def __post_init__(self) -> None:
-        self.workers = sorted({*self.leaders.values()})
+        self.workers = sorted({*self.leaders})
         self._share = share = 1 / self.shares  # of each worker's update that is added
         codec = self.groups[0].codec
         owned = [group.pieces.get(self.rank) for group in self.groups]
@@ -237,13 +237,13 @@ def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = (
 
     `held`: for each rank, whether its tensors count; empty: all do.
     """
-    means, counts = [], not held or bool(held[comm.rank])
+    mine_count, n = not held or bool(held[comm.rank]), sum(map(bool, held)) or comm.size
+    means = []
     for x in tensors:
-        exact = x.is_floating_point()
-        mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True).reshape(-1)
-        mine *= counts
-        comm.all_reduce(mine, op="sum" if exact else "max").wait()
-        means.append((mine / (sum(map(bool, held)) or comm.size) if exact else mine).view_as(x))
+        floating = x.is_floating_point()
+        mine = x.detach().to("cpu", torch.float32 if floating else torch.int64, copy=True).reshape(-1) * mine_count
+        comm.all_reduce(mine, op="sum" if floating else "max").wait()
+        means.append((mine / n if floating else mine).view_as(x))
     return means
 
 

@@ -61,7 +61,7 @@ class NetworkTransport:
         """
         self._server, rank, workers = server, self._comm.rank, sorted(server.clocks)
         pairs = [(caller, owner, self._comm) for caller in workers for owner in workers]
-        pairs += [(caller, workers[0], self.messages.small) for caller in server.leaders]
+        pairs += [(caller, workers[0], self.messages.small) for caller in range(len(server.leaders))]
         self._callers = [(caller, x) for caller, owner, x in pairs if owner == rank != caller]
         self._callees = [(owner, x) for caller, owner, x in pairs if caller == rank != owner]
 
