@@ -17,9 +17,9 @@ Note: newcomers. A rank that is started with `--continue` in a run folder where 
 and then asks them. At the next boundary of steps they make a copy, which it gets from the first of them.
 
 Note: what ends all ranks, with exit code 4: `faults.elastic = false`; a loss before the first copy or after the last
-step; a rank that failed by an error of its own, or hangs in a step though its process lives; CUDA graphs; unequal shares
-by speed; no part for each rank; asynchronous ranks that step together in nodes. State that a reducer keeps for each rank
-(Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
+step; a rank that failed by an error of its own, or hangs in a step though its process lives; CUDA graphs; unequal
+shares by speed; no part for each rank; asynchronous ranks that step together in nodes. State that a reducer keeps for
+each rank (Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
 """
 
 import hashlib
