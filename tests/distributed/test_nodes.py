@@ -350,7 +350,7 @@ def test_a_node_may_measure_its_plan_while_another_has_one():
     """It measures on in synchronous steps, which all ranks make together."""
 
     def run(comm: Comm) -> tuple[bool, bool, dict[str, Tensor]]:
-        planned = Overlap(Planned(warm=0, measure=1), show=False)
+        planned = Overlap(Planned(warm=0, measure=1))
         job = of_unequal_speed(comm, nodes(finish=1.0), planned)
         engine = job.kept("overlap")
         train_alone(job, len(job.plain_loader))

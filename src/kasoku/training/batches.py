@@ -84,7 +84,7 @@ class AsyncSource:
         self._channel = ControlChannel(self.job.comm)
         self._request, self._failure = Request(), None  # type: Request, InputError | None
         self._synchronous, self._steps = False, self.job.steps
-        loader = self.job.plain_loader
+        loader: Loader = self.job.plain_loader
         self._epoch, self._first = loader.epoch, loader.position // loader.parts  # where it was at the last sync point
         self._begun = self._first  # the end of the batches of that epoch of which this rank has trained on a share
 
