@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2185,
+    "core": 2180,
     "optim": 1075,
     "models": 870,
     "device": 580,
     "data": 4715,
-    "distributed": 5920,
+    "distributed": 5925,
     "memory": 2070,
     "tracking": 255,
     "config": 1530,
     "tune": 1525,
     "simulate": 1385,
     "report": 2420,
-    "training": 2700,
+    "training": 2710,
     "commands": 1920,
     "testing": 615,
 }

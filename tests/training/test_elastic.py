@@ -149,7 +149,7 @@ def trained(run: Path) -> list[float]:
 @pytest.mark.process
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.smoke), 0])
 def test_a_rank_that_is_started_again_joins_and_the_weights_stay(victim: int, tmp_path: Path) -> None:
-    long = ("epochs=40", "schedule.epochs=40", EXACT)
+    long = ("epochs=20", "schedule.epochs=20", EXACT)
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     forked(["train", str(RECIPE), *options(*long), "--quiet", "--out", str(undisturbed)])
     ranks = Ranks(2, run, *long)
@@ -170,7 +170,7 @@ def test_a_rank_that_is_started_again_joins_and_the_weights_stay(victim: int, tm
     assert len(trained(run)) == 2
     late = ranks.start(1)
     assert late.wait(LIMIT_S) == 0
-    assert "finished: 40 epochs" in late.communicate()[1]
+    assert "finished: 20 epochs" in late.communicate()[1]
 
 
 @pytest.mark.process

@@ -289,7 +289,9 @@ def test_a_member_of_an_ensemble_saves_when_its_source_is_gone_and_all_go_on(
     small = ["--set", "model={use='kasoku.models.cifarnet', widths=[8, 8]}"]
     command = photos_command(tmp_path, "--members", "2", "--quiet", *small)
     assert main([*command, "--out", str(whole)]) == 0
-    gone_after(33, monkeypatch)  # of 40 in the first epoch of the first member: in its fifth batch
+    gone_after(
+        36, monkeypatch
+    )  # of 40 in the first epoch of the first member: in its fifth batch, in any order of reads
     capsys.readouterr()
     assert main([*command, "--out", str(run)]) == 2
     assert capsys.readouterr().err == f"kasoku: {LINE}; go on with: kasoku train --resume {run}\n"

@@ -330,10 +330,7 @@ class Job:
     # ---- checkpoints
 
     def state_dict(self, *, drain: bool = True) -> dict[str, Any]:
-        """Everything that resuming needs besides the weights: optimizer, loader, progress, state of techniques.
-
-        `drain=False`: as they are, for a rank that cannot reach the others any more.
-        """
+        """All that resuming needs but weights: optimizer, loader, techniques. Collective unless `drain` is False."""
         if drain:
             self.drain()
         return {

@@ -249,8 +249,7 @@ class StoreHeartbeat:
             if heartbeat != detector.last[rank]:
                 detector.heard(rank, heartbeat)
         if dead := detector.dead():
-            silence_s = detector.patience * self.settings.beat_s
-            return self.death(dead, detector.last[dead[0]], f"no heartbeat for {silence_s:g} s")
+            return self.death(dead, detector.last[dead[0]], f"no heartbeat for {self.settings.dead_s:g} s")
         states = [self.activity.state(), *(heartbeat[:1] for heartbeat in heartbeats)]
         if {*states} & {STARTING, BUSY}:
             self._last_busy = now
@@ -286,10 +285,9 @@ class StoreHeartbeat:
         """As `accuse`, on this thread."""
         with suppress(RuntimeError):  # the store is gone too, as the watching thread notices now
             heartbeat = self.store.multi_get([self.keys[rank]])[0]
-            if heartbeat[:1] == ENDED:
-                return
-            fault = self.death([rank], heartbeat, "its connection broke")
-            self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
+            if heartbeat[:1] != ENDED:
+                fault = self.death([rank], heartbeat, "its connection broke")
+                self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
         self.hurry.set()
 
     def lost_store(self) -> Fault:
