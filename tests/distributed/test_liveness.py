@@ -187,7 +187,7 @@ def test_a_rank_whose_connection_broke_is_dead_at_once(victim: int) -> None:
     ranks = Heartbeats(3, store_elsewhere=True)
     ranks.run(1)
     ranks.stopped.add(victim)
-    ranks.heartbeats[1].accuse_now(victim)
+    ranks.heartbeats[1]._accuse(victim)
     ranks.run(2 * QUICK.beat_s)
     for rank in {0, 1, 2} - {victim}:
         assert ranks.only_line(rank) == f"rank {victim} {HERE} died: its connection broke"
@@ -198,14 +198,14 @@ def test_a_broken_connection_is_no_death_of_a_rank_that_ended_or_failed() -> Non
     ranks.run(1)
     ranks.heartbeats[2].end("the disk is full")
     ranks.run(QUICK.beat_s)
-    ranks.heartbeats[1].accuse_now(2)
+    ranks.heartbeats[1]._accuse(2)
     ranks.run(2 * QUICK.beat_s)
     assert ranks.only_line(0) == f"rank 2 {HERE} failed: the disk is full"
     ended = Heartbeats(2)
     ended.run(1)
     ended.heartbeats[1].end("")
     ended.run(QUICK.beat_s)
-    ended.heartbeats[0].accuse_now(1)
+    ended.heartbeats[0]._accuse(1)
     ended.heartbeats[0].end("")
     ended.run(LIMIT_S)
     assert ended.ended_silently()

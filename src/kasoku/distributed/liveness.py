@@ -200,7 +200,7 @@ class StoreHeartbeat:
             if self.rank == 0:
                 yield from self.wait_for_ranks(self.settings.dead_s + 2 * self.settings.beat_s)
         except RuntimeError:
-            self.report(*self.lost_store())
+            self.report(*self._lost_store())
         finally:
             self.over.set()
 
@@ -212,7 +212,7 @@ class StoreHeartbeat:
             unanswered = unanswered + 1 if self.answers == last else 0
             last = self.answers
             if unanswered > self.detector.patience:
-                self.report(*self.lost_store())
+                self.report(*self._lost_store())
 
     def write(self, state: bytes) -> None:
         """Writes this rank's heartbeat."""
@@ -279,9 +279,9 @@ class StoreHeartbeat:
     def accuse(self, rank: int) -> None:
         """Takes a rank for dead whose connection broke, unless it has ended or there is a verdict already."""
         if not (self.fault[0] or self.closing.is_set()):
-            daemon("kasoku accuses", self.accuse_now, rank)  # a store that does not answer holds up nobody
+            daemon("kasoku accuses", self._accuse, rank)  # a store that does not answer holds up nobody
 
-    def accuse_now(self, rank: int) -> None:
+    def _accuse(self, rank: int) -> None:
         """As `accuse`, on this thread."""
         with suppress(RuntimeError):  # the store is gone too, as the watching thread notices now
             heartbeat = self.store.multi_get([self.keys[rank]])[0]
@@ -290,7 +290,7 @@ class StoreHeartbeat:
                 self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
         self.hurry.set()
 
-    def lost_store(self) -> Fault:
+    def _lost_store(self) -> Fault:
         """The fault of a store that does not answer."""
         if (last := self.detector.last.get(0, b""))[:1] == FAILED:
             return self.death([0], last, "")
