@@ -19,9 +19,10 @@ nodes (root): the same with two ranks a host: synchronous inside and asynchronou
 all ranks in two levels; the sides take turns, with equal samples. accuracy_gap: points of top-1 that asynchronous
 loses, the mean over --seeds, with its paired 95 % interval. On two cores a seed takes about four minutes.
 deaths (root): four workers of `kasoku train` on Fashion-MNIST, each with 45 % of a core; every --kill-every seconds one
-of them, never rank 0, is killed and started again. goodput: images trained, over those that the workers would have
-trained alone while they were alive. The time that a killed one takes to start does not count; in goodput_with_starts it
-does. sync_goodput: the same of synchronous ranks. A short form: --case deaths --seconds 60.
+of them, rank 0 too, is killed and started again. goodput: images a second over those of the same workers undisturbed,
+over the share of the time that the workers were alive; until a killed one has started again it is not alive, and in
+goodput_with_starts it is. over_alone: over the images a second of as many workers that train alone while alive.
+sync_goodput: of synchronous ranks, over theirs undisturbed. A short form: --case deaths --seconds 60.
 Result: records/. Why it matters: [001], 48 GPUs asynchronously.
 """
 

@@ -111,7 +111,7 @@ def goodput(asked: argparse.Namespace, side: str, groups: Sequence[Path], out: P
                 raise RuntimeError(f"{side}: no checkpoint in {LIMIT_S:g} s, see {out.parent}")
             if deaths and first + (killed + 1) * asked.kill_every < min(now, first + asked.seconds):
                 killed += 1
-                launcher.processes[1 + killed % (len(groups) - 1)].send_signal(signal.SIGKILL)
+                launcher.processes[killed % len(groups)].send_signal(signal.SIGKILL)  # rank 1 first, rank 0 last
             if (newest := launcher.poll()) > images:
                 images, last = newest, now
             time.sleep(POLL_S)
@@ -125,26 +125,28 @@ def goodput(asked: argparse.Namespace, side: str, groups: Sequence[Path], out: P
 
 
 def deaths(asked: argparse.Namespace) -> dict[str, Any]:
-    """The figures of both sides. A worker counts as alive but for as long as one takes to start."""
+    """The figures of both sides, each beside its own undisturbed training."""
     folder = Path(tempfile.mkdtemp(prefix="kasoku-deaths-"))
     figures: dict[str, Any] = {"n": 1}
     with quotas() as groups:
         alone = goodput(asked, "async", groups[:1], folder / "alone", deaths=False)
         start_s = json.loads((folder / "alone" / "metrics.jsonl").read_text().splitlines()[0])["seconds"]
-        for side in SIDES:
+        for side, prefix in (("async", ""), ("sync", "sync_")):
+            whole = goodput(asked, side, groups, folder / f"{side}-whole", deaths=False)
             found = goodput(asked, side, groups, folder / side, deaths=True)
-            spent = WORKERS * found["seconds"]
-            alive = spent - start_s * found["killed"]
-            images = found["images_per_s"] * found["seconds"]
-            prefix = "" if side == "async" else "sync_"
+            alive = 1 - start_s * found["killed"] / (WORKERS * found["seconds"])
+            share = found["images_per_s"] / whole["images_per_s"]
             figures |= {
-                f"{prefix}goodput": round(images / alone["images_per_s"] / alive, 3),
-                f"{prefix}goodput_with_starts": round(images / alone["images_per_s"] / spent, 3),
+                f"{prefix}goodput": round(share / alive, 3),
+                f"{prefix}goodput_with_starts": round(share, 3),
+                f"{prefix}alive": round(alive, 3),
+                f"{prefix}over_alone": round(found["images_per_s"] / (WORKERS * alive * alone["images_per_s"]), 3),
                 f"{prefix}images_per_s": round(found["images_per_s"], 1),
+                f"{prefix}undisturbed_images_per_s": round(whole["images_per_s"], 1),
                 f"{prefix}killed": found["killed"],
                 f"{prefix}starts": found["starts"],
             }
-            print(side, found, flush=True)
+            print(side, whole, found, flush=True)
     figures |= {"images_per_s_alone": round(alone["images_per_s"], 1), "start_s": round(start_s, 1)}
     shutil.rmtree(folder)
     return figures
