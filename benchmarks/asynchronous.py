@@ -53,7 +53,13 @@ from kasoku.models import cnn11
 WARM, STEPS = 2, 12
 JITTER = 0.1
 BESIDE = ("speedup_48", "sync_speedup_48", "exchanges_per_s", "exchange_ms", "cpu_ms")
-CLAIMS = {"emulated48": {"async/48_workers/gloo": BESIDE}}
+CLAIMS = {
+    "emulated48": {"async/48_workers/gloo": BESIDE},
+    "deaths": {
+        "async/deaths/goodput": ("goodput", "goodput_with_starts", "over_alone", "images_per_s", "killed"),
+        "async/deaths/sync": ("sync_goodput", "sync_goodput_with_starts", "sync_over_alone", "sync_images_per_s"),
+    },
+}
 LOST = 1e-4  # of what was pushed, at most: float32 rounds
 MIB = 2**20
 DEFAULTS = {"steps": 0, "batch": 64, "widths": [64, 256, 256]}
@@ -237,7 +243,7 @@ def main() -> int:
     if arguments.case == "deaths":
         from asynchronous_deaths import deaths
 
-        finish("asynchronous_deaths", vars(arguments), deaths(arguments), CLAIMS.get("deaths", {}))
+        finish("asynchronous_deaths", vars(arguments), deaths(arguments), CLAIMS["deaths"])
         return 0
     if "RANK" not in os.environ:
         from asynchronous_hosts import HOSTS, NODE

@@ -28,11 +28,17 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 import cluster
-from common import finish
+from common import finish, parse
 
 HOSTS, KILLED, PORT, TORCHFT_PORT = 4, (3, 0), 29517, 29541  # KILLED: by rank, in this order
 EXACT = "techniques=[{use='kasoku.data.Augment', translate=1}, {use='kasoku.distributed.AllReduce', exact=true}]"
 LIMIT_S = 1500.0
+CLAIMS = {
+    "elastic/detect": ("detect_s", "weights_equal", "torchrun_s", "torchft_pause_s", "torchft_join_pause_s"),
+    "elastic/resume": "resume_s",
+    "elastic/join_pause": "join_pause_s",
+    "elastic/copies": "snapshot_cost",
+}
 
 
 def command(options: argparse.Namespace, run: Path, *more: str) -> list[str]:
@@ -205,7 +211,7 @@ def equal(a: Path, b: Path) -> bool:
     return left.keys() == right.keys() and all(bool((left[name] == right[name]).all()) for name in left)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Runs all three, and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="digits, to see whether it runs")
@@ -214,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--show", action="store_true", help="print the lines of the ranks")
     parser.add_argument("--without-torchrun", action="store_true")
     parser.add_argument("--torchft", action="store_true", help="the same faults with torchft, which is installed")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     if os.geteuid() != 0:
         raise SystemExit("elastic.py: network namespaces: only as root, on Linux; run it as root")
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures["torchrun_s"] = restarted(options, other)
         if options.torchft:
             figures |= torchft(Path(folder) / "torchft")
-    finish("elastic", vars(options), figures)
+    finish("elastic", vars(options), figures, CLAIMS)
 
 
 if __name__ == "__main__":

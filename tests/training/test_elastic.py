@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -364,6 +365,21 @@ def test_a_training_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
     snapshots.goes_on = True
     result = fit(replace(build(recipe), snapshots=snapshots), None, started=0.0, quiet=True)
     assert (result.top1, result.loss, result.epochs) == (whole.top1, whole.loss, whole.epochs)
+
+
+def test_asynchronous_ranks_go_on_from_the_mean_and_a_newcomer_gets_it() -> None:
+    def meet(comm: Comm) -> Any:
+        model, snapshots = nn.BatchNorm1d(1), Snapshots(Membership())
+        for x in (*model.parameters(), *model.buffers()):
+            x.data.fill_(4 * comm.rank)
+        if comm.rank < 2:
+            snapshots._copies = {10 + comm.rank: {"weights": model.state_dict(), "job": f"of {comm.rank}"}}
+        return snapshots._means(comm, comm.gather_objects([*snapshots._copies]), model)
+
+    for copies in Threads(3).run(meet):
+        ((step, copy),) = copies.items()
+        assert (step, copy["job"]) == (11, "of 1")
+        assert [x.item() for x in copy["weights"].values()] == [2, 2, 2, 2, 4]  # the last is an integer: the largest
 
 
 def test_copies_share_no_memory_with_the_training() -> None:

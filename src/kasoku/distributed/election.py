@@ -34,7 +34,7 @@ from kasoku.distributed.requests import Address, answers, ask, is_loopback, is_t
 MEMBERS = "members.json"  # in the run folder: the addresses of the ranks that train there
 ANSWER_S, GRACE_S = 12.0, 4.0  # after a verdict; ranks hear of a death within two heartbeats of each other
 PATIENT_S = 600.0  # ranks that meet without a fault wait for each other: an evaluation may be under way
-THERE = timedelta(seconds=30)  # how far apart ranks that were found may come to the new group
+THERE = timedelta(seconds=30)  # to reach the store of a new group
 _FOUND_S = 15.0  # how long a rank that starts waits for a new rank 0 to take over the run folder
 _TRIES = 20  # of a newcomer, a second apart
 _REFUSED = {"reason": "the other ranks go on without it"}

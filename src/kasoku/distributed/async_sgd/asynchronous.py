@@ -21,14 +21,7 @@ import torch
 
 from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.parameter_server import (
-    CLOCK,
-    RESTS,
-    SHARE,
-    SharedWeights,
-    copy_buffers,
-    means_over,
-)
+from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, copy_buffers, means_over
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.sync_phases import SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
