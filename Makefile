@@ -9,11 +9,11 @@ unexport PYTHONDONTWRITEBYTECODE
 TWO = -n 2 --dist worksteal
 SLOW = process or timing or data or browser or exhaustive or docs or matrix or extras
 
-.PHONY: setup demo test test-rest test-all check docs fuzz bench combining records gpu dist clean
+.PHONY: setup demo test test-rest test-all check docs fuzz soak bench combining records gpu dist clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | test-all | check | docs | fuzz | bench | records | gpu | dist"
+	@echo "make setup | demo | test | test-all | check | docs | fuzz | soak | bench | records | gpu | dist"
 
 .venv/base: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -56,6 +56,10 @@ docs: .venv/docs
 # mutated inputs for the decoder, recipes and files: two minutes; LONG=1: a million inputs
 fuzz: .venv/dev
 	$(BIN)/python tests/fuzz $(if $(LONG),--long)
+
+# faults at random over trainings, as root: ten minutes, or HOURS=1
+soak: .venv/dev
+	$(BIN)/python benchmarks/soak.py $(if $(HOURS),--hours $(HOURS))
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/trainer_overhead.py

@@ -1,6 +1,6 @@
 """Is nobody slowed by others, at 48 workers, beside a slow one, over a slow link?
 
-    python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link | nodes
+    python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link | nodes | deaths
 
 emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.0 M parameters). A step computes by sleeping 1.0 s, with
 10 % log-normal jitter; all else is real: every worker pushes its update to the owners of the weights, which are all
@@ -18,6 +18,11 @@ slow_link (root): two hosts at 200 Mbit/s, bf16 on the wire on both sides, equal
 nodes (root): the same with two ranks a host: synchronous inside and asynchronous between the hosts, beside Overlap of
 all ranks in two levels; the sides take turns, with equal samples. accuracy_gap: points of top-1 that asynchronous
 loses, the mean over --seeds, with its paired 95 % interval. On two cores a seed takes about four minutes.
+deaths (root): four workers of `kasoku train` on Fashion-MNIST, each with 45 % of a core; every --kill-every seconds one
+of them, rank 0 too, is killed and started again. goodput: images a second over those of the same workers undisturbed,
+over the share of the time that the workers were alive; until a killed one has started again it is not alive, and in
+goodput_with_starts it is. over_alone: over the images a second of as many workers that train alone while alive.
+sync_goodput: of synchronous ranks, over theirs undisturbed. A short form: --case deaths --seconds 60.
 Result: records/. Why it matters: [001], 48 GPUs asynchronously.
 """
 
@@ -55,6 +60,7 @@ DEFAULTS = {"steps": 0, "batch": 64, "widths": [64, 256, 256]}
 OWN = {  # the link carries slow_link's parameters in about twice the time that computing takes
     "emulated48": {"steps": STEPS},
     "straggler": {},
+    "deaths": {"widths": [32, 64, 128]},
     "slow_link": {"steps": 4000, "batch": 32, "widths": [16, 32, 256]},
     "nodes": {"steps": 2402, "batch": 16, "widths": [16, 32, 256]},  # three epochs, and two steps to warm up
 }
@@ -198,7 +204,7 @@ def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link", "nodes"), default="emulated48")
+    parser.add_argument("--case", choices=sorted(OWN), default="emulated48")
     parser.add_argument("--curve", action="store_true", help="emulated48: nothing but speedups, in half the time")
     parser.add_argument("--wire", choices=sorted(CODECS), default="fp32", help="emulated48")
     parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
@@ -214,7 +220,9 @@ def main() -> int:
     parser.add_argument("--widths", type=int, nargs="+", help="hosts: of cifarnet")
     parser.add_argument("--lr", type=float, default=0.05, help="hosts")
     parser.add_argument("--every", type=int, default=0, help="hosts: steps between exchanges; 0: as the link allows")
-    parser.add_argument("--seconds", type=float, default=180.0, help="straggler: of each side")
+    parser.add_argument("--seconds", type=float, default=180.0, help="straggler, deaths: of each side")
+    parser.add_argument("--kill-every", type=float, default=20.0, help="deaths: seconds")
+    parser.add_argument("--save-s", type=float, default=5.0, help="deaths: between checkpoints, seconds")
     parser.add_argument("--seeds", type=int, default=3, help="nodes: trainings of each side")
     arguments = parse(parser)
     torch.set_num_threads(1)
@@ -225,6 +233,11 @@ def main() -> int:
         if arguments.steps <= WARM:
             parser.error(f"--steps {arguments.steps}: more than {WARM}, which do not count")
         emulated48(arguments)
+        return 0
+    if arguments.case == "deaths":
+        from asynchronous_deaths import deaths
+
+        finish("asynchronous_deaths", vars(arguments), deaths(arguments), CLAIMS.get("deaths", {}))
         return 0
     if "RANK" not in os.environ:
         from asynchronous_hosts import HOSTS, NODE

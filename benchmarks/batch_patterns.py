@@ -42,8 +42,6 @@ import torch
 from common import finish
 from kasoku.config.recipe import Recipe, load
 from kasoku.core import InputError, Job
-from kasoku.data import loader
-from kasoku.device import choose
 from kasoku.training.trainer import build
 from kasoku.tune import (
     BatchSizeResult,
@@ -153,10 +151,9 @@ class Round:
 
 def job_of(recipe: Recipe, batch: int) -> Job:
     """The recipe's training at a batch; photos are decoded anew in each epoch."""
-    recipe = replace(recipe, batch=batch)
-    dataset, device = recipe.data(), choose(recipe.device).device
-    batches = loader(dataset, "train", batch, seed=recipe.seed, device=device, cache_bytes=0)
-    return build(recipe, dataset=dataset, train_loader=batches).job
+    job = build(replace(recipe, batch=batch)).job
+    job.plain_loader.configure(cache_bytes=0)
+    return job
 
 
 def bits(job: Job) -> dict[str, torch.Tensor]:

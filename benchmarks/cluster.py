@@ -58,8 +58,8 @@ def on_hosts(  # noqa: PLR0913 - each is an option of its own
     if os.geteuid() != 0 and not loopback:
         raise InputError("network namespaces: only as root, on Linux; run it as root")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed then too
-    namespaces = contextlib.nullcontext([""] * hosts) if loopback else _namespaces(hosts)
-    with namespaces as names, _quotas(names if share else [], share) as groups:
+    places = contextlib.nullcontext([""] * hosts) if loopback else namespaces(hosts)
+    with places as names, _quotas(names if share else [], share) as groups:
         ranks = []
         for rank, name in enumerate(name for name in names for _ in range(each)):
             env = {
@@ -89,7 +89,7 @@ def on_hosts(  # noqa: PLR0913 - each is an option of its own
 
 
 @contextlib.contextmanager
-def _namespaces(hosts: int) -> Iterator[list[str]]:
+def namespaces(hosts: int) -> Iterator[list[str]]:
     """One namespace a host and one with the bridge that joins them; removed at the end."""
     switch, names = f"ks{os.getpid()}", [f"kh{os.getpid()}-{i}" for i in range(hosts)]
 
@@ -177,12 +177,12 @@ class Workload:
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Job | None]]
 
 
-def ours(comm: TorchComm, policy: Policy | None = None, *, next_forward: bool = True, show: bool = False) -> Wrap:
+def ours(comm: TorchComm, policy: Policy | None = None, *, next_forward: bool = True) -> Wrap:
     """Wraps a model with Overlap."""
 
     def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Job]:
         more = {"buckets": policy} if policy else {}
-        job = Job(model, optimizer, comm=comm).apply(Overlap(next_forward=next_forward, show=show, **more))
+        job = Job(model, optimizer, comm=comm).apply(Overlap(next_forward=next_forward, **more))
         return model, job
 
     return wrap

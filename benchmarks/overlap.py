@@ -60,7 +60,7 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
         alone()
         transfer.wait()
 
-    hidden, barrier = Side(work, comm, ours(comm, show=True)), Side(work, comm, ours(comm, next_forward=False))
+    hidden, barrier = Side(work, comm, ours(comm)), Side(work, comm, ours(comm, next_forward=False))
     for side in (barrier, hidden):
         side.plan()
     sides: dict[str, Callable[[], object]] = {"compute": alone, "all_reduce": transfer, "contended": contended}

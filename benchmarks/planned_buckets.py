@@ -68,7 +68,7 @@ def rank_main(work: Workload, budget_s: float) -> None:
     for mode, ratio in MODES.items():
         shape(0)
         mbit = balance(comm, alone.once, transfer.once, ratio) if ratio else 0.0
-        side = Side(work, comm, ours(comm, Planned(), show=True))
+        side = Side(work, comm, ours(comm, Planned()))
         side.plan()
         expected_s = side.job.kept("overlap").forecast.step_s
         seconds = rounds(comm, ways(side), steps=STEPS, budget_s=budget_s / len(MODES))

@@ -114,10 +114,7 @@ def loopback(settings: Settings) -> None:
 def hosts_main(settings: Settings) -> None:
     """Each of several hosts: the real engine's steps at every rate, both ways."""
     comm = connected()
-    sides = {
-        name: Side(settings.work, comm, ours(comm, Graded(), next_forward=late, show=True))
-        for name, late in WAYS.items()
-    }
+    sides = {name: Side(settings.work, comm, ours(comm, Graded(), next_forward=late)) for name, late in WAYS.items()}
     for side in sides.values():
         timed(comm, side, steps=1)  # chooses kernels and takes memory, as the profiler's first steps did
     steps_s: dict[str, list[float]] = {}

@@ -120,7 +120,7 @@ def test_all_points_are_tried(small: str, tmp_path: Path) -> None:
 def test_schedules_and_steps_that_change_are_planned(setting: str, kinds: bool, tmp_path: Path) -> None:
     (tmp_path / "desk.toml").write_text(DESK)
     found = planned(tmp_path / "p", DIGITS, "--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", setting)
-    assert ("steps" in found["shown"]) == kinds  # type: ignore[operator]
+    assert (len(found["steps"]) > 1) == kinds  # type: ignore[arg-type]
 
 
 def test_no_gpu_takes_more_images_at_once_than_it_surely_holds(

@@ -27,7 +27,7 @@ from kasoku.data import (
     sample,
 )
 from kasoku.data.augment.basic import stored_side
-from kasoku.data.loading import file_executor
+from kasoku.data.loading import executor
 
 VARIED = Augment(flip="alternating", translate=1, cutout=2)
 CROPPED = Augment(flip="random", translate=3, crop="random_resized")
@@ -245,14 +245,14 @@ def counted(monkeypatch):
     """The names of the images that are decoded from now on."""
     seen = []
     for what in ("decode", "crop"):
-        real = getattr(file_executor, what)
+        real = getattr(executor, what)
 
         def noted(*a, real=real, **named):
             if isinstance(a[0], bytes):
                 seen.append(named["name"])
             return real(*a, **named)
 
-        monkeypatch.setattr(file_executor, what, noted)
+        monkeypatch.setattr(executor, what, noted)
     return seen
 
 
@@ -526,36 +526,3 @@ def test_a_rank_that_is_dealt_no_share_gets_no_batch(made):
     batches = made(batch=8)
     with batches.deal_from(lambda: None):
         assert list(batches) == []
-
-
-def test_members_share_each_decoded_batch(made, monkeypatch):
-    alone = made(batch=8)
-    wanted = [(x, y) for _ in range(2) for x, y in alone]
-    source = made(batch=8)
-    counted, run = [], source.executor.run
-
-    def counting(*args):
-        for batch in run(*args):
-            counted.append(batch)
-            yield batch
-
-    monkeypatch.setattr(source.executor, "run", counting)
-    members = source.members(3)
-
-    def two_epochs(member):
-        for _ in range(2):
-            yield from member
-
-    streams = [two_epochs(member) for member in members]
-    for x, y in wanted:
-        for stream in streams:  # in step
-            x_i, y_i = next(stream)
-            assert torch.equal(x, x_i)
-            assert torch.equal(y, y_i)
-    assert len(counted) == len(wanted)
-
-
-def test_a_member_far_behind_gets_the_same_batches(made):
-    first, second = made(batch=8).members(2)
-    wanted = [x for _ in range(2) for x, _ in first]
-    assert all(torch.equal(a, b) for a, b in zip(wanted, [x for _ in range(2) for x, _ in second], strict=True))

@@ -14,7 +14,7 @@ from kasoku.data import Augment, Decoding, folder, loader
 from kasoku.data.augment.basic import box_draws, random_box
 from kasoku.data.decode import native, nvjpeg
 from kasoku.data.decode.decode import crop
-from kasoku.data.loading import file_executor
+from kasoku.data.loading import executor
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY, reason="kasoku's piece of C was not built here")
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def made(sources, boxes, size=SIZE):
         split = SimpleNamespace(name=lambda row: f"file {row}")
         pipeline = SimpleNamespace(decoder="cpu")  # `read` has them decoded
         iteration = SimpleNamespace(pipeline=pipeline, split=split, vary=None, _source=read)
-        refused = file_executor._Iteration._make(iteration, part, [*rows], boxes[first : first + TOGETHER])
+        refused = executor._Iteration._make(iteration, part, [*rows], boxes[first : first + TOGETHER])
         bad |= {first + row: reason for row, reason in refused.items()}
     return out_NHWC, taken, bad
 
@@ -291,7 +291,7 @@ def test_an_image_that_only_decoding_shows_to_be_bad_is_skipped_too(photos, monk
 
     monkeypatch.setattr(nvjpeg, "check", lambda decoder, device: None)
     monkeypatch.setattr(nvjpeg, "decoding", lambda device: fails_on_one)
-    monkeypatch.setattr(file_executor, "crop", refused)
+    monkeypatch.setattr(executor, "crop", refused)
     got, batches = epochs(photos, "test", decoder="nvjpeg", count=1)
     assert batches.skipped.reasons == {bad: f"{photos.test.name(bad)}: cannot be decoded"}
     assert torch.cat([y for _, y in got]).equal(photos.test.labels_N[torch.arange(len(photos.test)) != bad])

@@ -19,6 +19,7 @@ OTHER = {
     "size": 2,
     "shares": (2, 4),
     "parts": 3,
+    "at_once": 2,
     "fill": True,
     "min_last": 4,
     "decoder": "nvjpeg",

@@ -13,6 +13,7 @@ import contracts
 from helpers.graphs import Counts, captured_on_cpu
 from kasoku.config.recipe import from_document
 from kasoku.core import Comm, InputError, Technique, Threads
+from kasoku.data import Shares
 from kasoku.device import Autocast, Graphs, LossScale
 from kasoku.distributed import Graded, Overlap, Planned
 from kasoku.distributed.counting_comm import Activity, CountingComm
@@ -189,7 +190,7 @@ def test_a_recipe_with_graphs_trains_on_ranks_of_unequal_shares() -> None:
 
     def trained(comm: Comm, graphs: bool, shares: tuple[int, ...]) -> tuple[list[str], dict[str, Tensor]]:
         document = settings | {"device": {"precision": "fp32", "threads": 1, "graphs": graphs}}
-        job = build(from_document(document), comm, shares=shares).job
+        job = build(from_document(document), comm, shares=Shares(shares)).job
         for _, (x_NCHW, y_N) in zip(range(4), job.loader, strict=False):
             job.loss(job.model(x_NCHW), y_N).backward()
             job.optimizer.step()

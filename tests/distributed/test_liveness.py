@@ -182,6 +182,35 @@ def test_ranks_that_die_together_are_named_together() -> None:
         assert ranks.only_line(rank) == f"ranks 1 {HERE} and 3 {HERE} died: no heartbeat for 3 s"
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_whose_connection_broke_is_dead_at_once(victim: int) -> None:
+    ranks = Heartbeats(3, store_elsewhere=True)
+    ranks.run(1)
+    ranks.stopped.add(victim)
+    ranks.heartbeats[1]._accuse(victim)
+    ranks.run(2 * QUICK.beat_s)
+    for rank in {0, 1, 2} - {victim}:
+        assert ranks.only_line(rank) == f"rank {victim} {HERE} died: its connection broke"
+
+
+def test_a_broken_connection_is_no_death_of_a_rank_that_ended_or_failed() -> None:
+    ranks = Heartbeats(3)
+    ranks.run(1)
+    ranks.heartbeats[2].end("the disk is full")
+    ranks.run(QUICK.beat_s)
+    ranks.heartbeats[1]._accuse(2)
+    ranks.run(2 * QUICK.beat_s)
+    assert ranks.only_line(0) == f"rank 2 {HERE} failed: the disk is full"
+    ended = Heartbeats(2)
+    ended.run(1)
+    ended.heartbeats[1].end("")
+    ended.run(QUICK.beat_s)
+    ended.heartbeats[0]._accuse(1)
+    ended.heartbeats[0].end("")
+    ended.run(LIMIT_S)
+    assert ended.ended_silently()
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_that_was_announced_is_reported_to_the_others(failing: int) -> None:
     ranks = Heartbeats(3)

@@ -350,7 +350,7 @@ def test_a_node_may_measure_its_plan_while_another_has_one():
     """It measures on in synchronous steps, which all ranks make together."""
 
     def run(comm: Comm) -> tuple[bool, bool, dict[str, Tensor]]:
-        planned = Overlap(Planned(warm=0, measure=1), show=False)
+        planned = Overlap(Planned(warm=0, measure=1))
         job = of_unequal_speed(comm, nodes(finish=1.0), planned)
         engine = job.kept("overlap")
         train_alone(job, len(job.plain_loader))
@@ -405,7 +405,7 @@ def test_nodes_of_unequal_numbers_of_steps_meet_in_a_synchronous_phase():
 @pytest.mark.parametrize(
     ("techniques", "words"),
     [
-        ((Asynchronous(node=3), AllReduce()), "node=3: 4 ranks cannot be divided into such nodes; give a divisor"),
+        ((Asynchronous(node=3), AllReduce()), "4 ranks in nodes of 3: node must divide 4"),
         ((Jumps(), Asynchronous()), "all ranks would add its jump to the slow weights as an update; use EMA"),
         ((Overlap(), AllReduce(), Asynchronous()), "both average gradients over the ranks; leave one of them out"),
         ((VirtualRanks(norm_batch=16), nodes(), AllReduce()), r"2 of 4 ranks step together: norm_batch at most 8"),

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.data import digits
 from kasoku.distributed.ddp.chained_reduce import ChainedReduce, Reduce
 from kasoku.distributed.ddp.compression import Hierarchical, LowRank, Mean, Reducer, Wire
-from kasoku.distributed.environment import place, ranks_on_host
+from kasoku.distributed.environment import place
 
 LENGTHS = (4096, 3001, 5, 1)
 LOW = LowRank(min_elements=100)
@@ -222,16 +223,24 @@ def test_nodes_may_be_single_ranks_or_hold_all():
             assert torch.allclose(found[0][1][0], true_mean(4, 1, LENGTHS[0]), atol=tolerance)
 
 
-def test_the_node_is_what_torchrun_started(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    whole, part = (on_ranks("threads", 4, steps, Hierarchical(node), 1)[0][0] for node in (0, 2))
-    assert all(torch.equal(a, b) for a, b in zip(whole, part, strict=True))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_the_node_is_the_ranks_of_a_host(hosts: str, monkeypatch: pytest.MonkeyPatch):
+    def on_hosts(comm: Comm) -> Any:
+        gather = comm.gather_objects
+        monkeypatch.setattr(comm, "gather_objects", lambda x: gather(hosts[comm.rank] if x == host else x))
+        return steps(comm, Hierarchical(), 1)
+
+    host = socket.gethostname()
+    found = on_ranks("threads", 4, on_hosts)
+    wanted = on_ranks("threads", 4, steps, Hierarchical(2), 1)
+    for rank in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(found[rank][0], found[0][0], strict=True))
+        assert all(map(torch.allclose, found[rank][0], wanted[rank][0]))
+
+
+def test_nodes_that_are_not_equal_are_refused():
     with pytest.raises(InputError, match="4 ranks in nodes of 3: node must divide 4"):
-        on_ranks("threads", 4, steps, Hierarchical(), 1)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    with pytest.raises(InputError, match=r"LOCAL_WORLD_SIZE=\"\".*Hierarchical\(node=...\)"):
-        on_ranks("threads", 4, steps, Hierarchical(), 1)
+        on_ranks("threads", 4, steps, Hierarchical(3), 1)
 
 
 @pytest.mark.parametrize(
@@ -241,34 +250,15 @@ def test_the_node_is_what_torchrun_started(monkeypatch: pytest.MonkeyPatch):
         {"SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
     ],
 )
-def test_the_node_is_what_srun_started_as_ranks_count_it(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS", "SLURM_NNODES"):
-        monkeypatch.delenv(name, raising=False)
+def test_the_ranks_of_a_host_are_what_srun_started_there(slurm: dict[str, str]):
     step = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", **slurm}
     assert place({"SLURM_NTASKS": "4", "SLURM_NNODES": "2", **step}).local_size == 2
-    for name, value in step.items():
-        monkeypatch.setenv(name, value)
-    whole, part = (on_ranks("threads", 4, steps, Hierarchical(node), 1)[0][0] for node in (0, 2))
-    assert all(torch.equal(a, b) for a, b in zip(whole, part, strict=True))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # what torchrun says, which srun may have started, comes first
-    with pytest.raises(InputError, match="4 ranks in nodes of 3"):
-        on_ranks("threads", 4, steps, Hierarchical(), 1)
 
 
 def test_a_process_that_srun_did_not_start_is_none_of_its_tasks():
     salloc = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
-    assert ranks_on_host(salloc) is None
-    assert ranks_on_host({**salloc, "SLURM_PROCID": "3"}) == 8
-    assert ranks_on_host({**salloc, "LOCAL_WORLD_SIZE": "4"}) == 4
-
-
-def test_slurms_tasks_that_are_no_equal_nodes_are_asked_for(monkeypatch: pytest.MonkeyPatch):
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in (("SLURM_PROCID", "0"), ("SLURM_NTASKS", "5"), ("SLURM_NNODES", "2")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=r"Hierarchical\(node=...\)"):
-        on_ranks("threads", 4, steps, Hierarchical(), 1)
+    assert place(salloc).local_size == 1
+    assert place({**salloc, "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_STEP_ID": "0"}).local_size == 8
 
 
 def stopped_and_resumed(comm: Comm, reducer: Reducer) -> None:
@@ -414,7 +404,7 @@ def test_settings_are_plain_toml():
     [
         (lambda: Wire("int8"), 'dtype="int8": "bf16" or "fp16"'),  # type: ignore[arg-type]
         (lambda: LowRank(0), "rank=0: at least 1"),
-        (lambda: Hierarchical(-1), "node=-1: at least 0; 0 asks the launcher for the ranks on each node"),
+        (lambda: Hierarchical(-1), "node=-1: at least 0; 0 takes the ranks that share a host"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], Reducer], message: str):

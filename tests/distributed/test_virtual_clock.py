@@ -157,7 +157,7 @@ def test_no_order_of_whole_layers_beats_the_search(seed: int) -> None:
     link = LinkModel(0.2e-3, sum(t.size for t in tensors) / compute / rng.uniform(0.5, 2.5))
     _, seen, _ = search(units, tensors, link)
     assert seen.step_s <= brute_force(units, tensors, link) * 1.01
-    assert seen.step_s >= seen.bound_s * 0.99
+    assert seen.step_s >= max(seen.compute_s, seen.link_s) * 0.99
 
 
 def test_the_graded_groups_of_resnet50_are_those_of_the_record() -> None:

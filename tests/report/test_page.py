@@ -248,7 +248,7 @@ def test_the_gradient_buckets_are_shown_as_overlap_prints_them():
 
 def test_overlap_gives_its_buckets_with_tensor_names_to_the_run_folder(digits_run):
     def rank(comm: Comm) -> tuple[dict, list[str]]:
-        job = make(Overlap(OneBucket(), show=False), comm=comm)
+        job = make(Overlap(OneBucket()), comm=comm)
         train(job, 1)
         names = [name for name, p in job.model.named_parameters() if p.requires_grad]
         return {name: build() for name, build in job.documents.items()}, names

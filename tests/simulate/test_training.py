@@ -62,8 +62,9 @@ def test_small_images_take_their_share_of_the_pixels() -> None:
     assert shrunk.compute_s - alpha_s == pytest.approx((160 / 192) ** 2 * (whole.compute_s - alpha_s), rel=1e-9)
     expected = total * (13 * shrunk.step_s + 3 * whole.step_s) / 16
     assert steps_s(case) == pytest.approx(expected, rel=1e-9)
-    assert "of 1,024 images at 69% of their pixels: " in case.described(whole)
-    assert not case_of("imagenet_resnet50_16epochs.toml").described(whole)
+    kinds = case.document(whole)["steps"]
+    assert [(kind["batch"], round(kind["pixels"], 2)) for kind in kinds] == [(1024, 0.69), (1024, 1.0)]
+    assert len(case_of("imagenet_resnet50_16epochs.toml").document(whole)["steps"]) == 1
 
 
 def test_synchronous_epochs_of_asynchronous_ranks_take_the_steps_of_overlap() -> None:

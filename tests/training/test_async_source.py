@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from helpers.started import RECIPE, started, stop_by_sigterm, wait_for_checkpoints
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.core import Comm, InputError, Threads, process_start
-from kasoku.data.loading.file_executor import FileExecutor
+from kasoku.data.loading.executor import FileExecutor
 from kasoku.data.loading.shuffle import order as order_of_epoch
 from kasoku.training.batches import AsyncSource
 from kasoku.training.control import Request

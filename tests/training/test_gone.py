@@ -22,7 +22,7 @@ from kasoku.cli import main
 from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Solo, Threads
 from kasoku.data import Dataset, GoneError, loader, order
-from kasoku.data.loading import file_executor
+from kasoku.data.loading import executor
 from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
 from kasoku.training.batches import BatchBarrier
@@ -165,14 +165,14 @@ def judged(run: Path) -> list[int]:
 
 def gone_after(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source of all training images goes when so many have been read."""
-    source, left = file_executor._Iteration._source, iter(range(images))
+    source, left = executor._Iteration._source, iter(range(images))
 
     def failing(run: Any, index: int) -> bytes | np.ndarray:
         if run.pipeline.train and next(left, None) is None:
             raise GoneError(LINE)
         return source(run, index)
 
-    monkeypatch.setattr(file_executor._Iteration, "_source", failing)
+    monkeypatch.setattr(executor._Iteration, "_source", failing)
 
 
 def shown(seed: int, batch: int, place: int) -> int:
@@ -264,8 +264,8 @@ def test_images_gone_while_statistics_are_measured_have_all_save(tmp_path: Path)
 def test_a_batch_that_fails_while_copied_ahead_is_told_in_its_turn(
     tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_executor._Iteration, "copies_ahead", True)  # as on a GPU
-    monkeypatch.setattr(file_executor.PendingBatch, "ready", property(lambda batch: bool(wait(batch.chunks))))
+    monkeypatch.setattr(executor._Iteration, "copies_ahead", True)  # as on a GPU
+    monkeypatch.setattr(executor.PendingBatch, "ready", property(lambda batch: bool(wait(batch.chunks))))
     lost: list[Lost] = [{}, {"train": {shown(0, batch, 5): GoneError(LINE)}}]
     zero, one = Threads(2).run(lambda comm: trained(comm, tmp_path, lost=lost[comm.rank]))
     assert str(zero) == str(one) == f"rank 1: {LINE}"
@@ -282,19 +282,21 @@ def test_alone_too_a_step_that_was_begun_is_begun_anew(tmp_path: Path) -> None:
     assert same(whole, run)
 
 
-def test_members_of_an_ensemble_all_save_when_their_source_is_gone(
+def test_a_member_of_an_ensemble_saves_when_its_source_is_gone_and_all_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     small = ["--set", "model={use='kasoku.models.cifarnet', widths=[8, 8]}"]
     command = photos_command(tmp_path, "--members", "2", "--quiet", *small)
     assert main([*command, "--out", str(whole)]) == 0
-    gone_after(33, monkeypatch)  # of 40 in the first epoch: in its fifth batch
+    gone_after(
+        36, monkeypatch
+    )  # of 40 in the first epoch of the first member: in its fifth batch, in any order of reads
     capsys.readouterr()
     assert main([*command, "--out", str(run)]) == 2
     assert capsys.readouterr().err == f"kasoku: {LINE}; go on with: kasoku train --resume {run}\n"
     steps = [steps_saved(run / member) for member in ("member-1", "member-2")]
-    assert steps == [[4], [4]]
+    assert steps == [[4], []]
     monkeypatch.undo()
     assert main(["train", "--resume", str(run), "--quiet"]) == 0
     assert all(same(whole / member, run / member) for member in ("member-1", "member-2"))

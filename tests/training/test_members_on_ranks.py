@@ -160,7 +160,7 @@ def test_groups_of_processes_open_their_channels_apart(on_one_rank, tmp_path):
     assert all(difference < 1e-5 for difference in differences(on_one_rank, tmp_path / "four", 2))
 
 
-def test_members_on_files_have_one_order_on_any_ranks(tmp_path):
+def test_members_on_files_have_the_same_bits_on_any_ranks(tmp_path):
     photos = coloured_photos(tmp_path / "photos")
     members_on(Solo(), tmp_path / "one", 3, photos)
     Threads(2).run(lambda comm: members_on(comm, tmp_path / "two", 3, photos))
@@ -183,7 +183,7 @@ def test_only_members_that_are_not_finished_are_resumed(on_one_rank, tmp_path):
     assert differences(on_one_rank, run, 3) == [0, 0, 0]
 
 
-def test_members_on_files_keep_their_order_beside_finished_ones(tmp_path):
+def test_members_on_files_have_the_same_bits_beside_finished_ones(tmp_path):
     photos = coloured_photos(tmp_path / "photos")
     members_on(Solo(), tmp_path / "one", 2, photos)
     run = shutil.copytree(tmp_path / "one", tmp_path / "run")

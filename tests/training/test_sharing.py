@@ -16,6 +16,7 @@ from helpers.toy_images import image_job
 from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe, from_document
 from kasoku.core import Comm, Solo, Threads
+from kasoku.data import Shares
 from kasoku.training.auto_batch import shares_row
 from kasoku.training.run_folder import shares_in
 from kasoku.training.trainer import build
@@ -114,7 +115,7 @@ def test_of_unequal_speeds_the_shares_or_the_reason_for_equal_ones_are_told():
 def test_a_training_of_unequal_shares_is_that_of_one_rank():
     def trained(comm: Comm, shares: tuple[int, ...]) -> dict[str, Tensor]:
         slow = {"use": "kasoku.optim.sgd", "lr": 0.001}  # else what rounding differs by grows with the weights
-        job = build(recipe(norm_batch=8, accumulate=1, optimizer=slow), comm, shares=shares).job
+        job = build(recipe(norm_batch=8, accumulate=1, optimizer=slow), comm, shares=Shares(shares)).job
         for _, (x_NCHW, y_N) in zip(range(5), job.loader, strict=False):
             job.loss(job.model(x_NCHW), y_N).backward()
             job.optimizer.step()
@@ -130,7 +131,7 @@ def test_a_training_of_unequal_shares_is_that_of_one_rank():
 
 def test_ranks_of_unequal_shares_end_with_the_same_statistics():
     def statistics(comm: Comm) -> Tensor:
-        job = build(recipe(), comm, shares=(40, 24)).job
+        job = build(recipe(), comm, shares=Shares((40, 24))).job
         for _, (x_NCHW, y_N) in zip(range(3), job.loader, strict=False):
             job.loss(job.model(x_NCHW), y_N).backward()
             job.optimizer.step()

@@ -23,7 +23,8 @@ def test_a_size_that_would_not_fit_is_told_before_it_is_tried(monkeypatch: pytes
     resident = [1 * GIB]
     monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 * GIB)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     seen = MemoryForecast(torch.device("cpu"))
     for batch, peak in ((8, 1 * GIB), (16, 2 * GIB)):
         assert seen.fits(10**6), "nothing is known yet"
@@ -34,7 +35,8 @@ def test_a_size_that_would_not_fit_is_told_before_it_is_tried(monkeypatch: pytes
     assert seen.fits(40)  # 5 GiB, of which 2 are taken
     assert not seen.fits(56)
     assert seen.fits(12), "what is smaller than what fitted fits"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     assert not seen.fits(40), "another rank on this machine grows as well"
 
 

@@ -157,7 +157,6 @@ class TrainArguments(OptionalRecipe):
     vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
     dry_run: bool = option(default=False, help="only print what the recipe would do")
     show: bool = option("--print", default=False, help="only print the resolved recipe (TOML)")
-    plot: Path | None = option(metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
     quiet: bool = option(default=False, help="no progress bar")
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 
@@ -189,8 +188,6 @@ class SlurmArguments(LaunchArguments):
     name: str | None = option(help="of the job (default: the recipe's)")
     port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
     cpus_per_gpu: int = option(default=CPUS_PER_GPU, metavar="C", help="(default: %(default)s)")
-    partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
-    account: str | None = option(metavar="NAME", help="(default: yours)")
     time: str = option(default=TIME_LIMIT, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
 
 

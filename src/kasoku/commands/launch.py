@@ -62,14 +62,9 @@ def run_local(arguments: LocalArguments) -> int:
 def run_slurm(arguments: SlurmArguments) -> int:
     """Prints an sbatch script; returns the exit code."""
     job = _cluster_job(arguments, 63)
-    names = (("partition", arguments.partition, r"[\w.,-]+"), ("account", arguments.account, r"[\w.-]+"))
-    for option_name, name, pattern in names:
-        if name is not None and not re.fullmatch(pattern, name):
-            raise InputError(f'--{option_name} "{name}": letters, digits, "_", "-" and "."; give the name Slurm knows')
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
-    queue = {"partition": arguments.partition, "account": arguments.account}
-    print(sbatch(job, time=arguments.time, cpus_per_gpu=arguments.cpus_per_gpu, **queue), end="")
+    print(sbatch(job, time=arguments.time, cpus_per_gpu=arguments.cpus_per_gpu), end="")
     return 0
 
 

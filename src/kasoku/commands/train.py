@@ -22,9 +22,12 @@ from kasoku.config import trust
 from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
-from kasoku.core import Comm, CorruptionError, InputError, say
+from kasoku.core import Comm, CorruptionError, InputError, Solo, say
 from kasoku.core.files import json_text
+from kasoku.data import Shares
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
+from kasoku.distributed.election import lost_ranks
+from kasoku.distributed.environment import place
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 from kasoku.training.run_folder import RunFolder, finished, free_folder, members_of, resumed_recipe, shares_in, upload
@@ -38,12 +41,21 @@ DIVERGED, CORRUPTED, STOPPED = 3, 5, 75  # exit codes
 
 def run(arguments: TrainArguments) -> int:
     """Trains; returns the exit code."""
+    folder = arguments.resume or (arguments.out if arguments.go_on else None)
+    late = folder if folder and place().size > 1 and lost_ranks(folder) else None  # nobody waits for this rank
+    if late:
+        trust.allow_beside(arguments.recipe)
+        recipe = resumed_recipe(late, arguments.set if arguments.resume else ())
+        if over := finished(late, recipe):
+            say(f"{late}: {over}")
+            return _end(Solo(), None, late, recipe) if place().rank == 0 else 0
     return on_ranks(
         partial(_train_or_diverge, arguments),
         arguments.words,
         started=arguments.started,
         count=partial(_gpus, arguments),
         packages=partial(import_module, "kasoku.training.trainer"),
+        folder=folder,
     )
 
 
@@ -57,8 +69,6 @@ def _check(arguments: TrainArguments) -> None:
         "--out beside --resume: a resumed run stays in its folder; remove --out": a.resume and a.out,
         "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained": not a.data
         and (a.weights or a.freeze),
-        f"--plot {a.plot}: an HTML page is written; give a name that ends in .html": a.plot
-        and a.plot.suffix != ".html",
         "--vary without --members: a value for each member is wanted; give --members K": a.vary and not a.members,
         "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
         "--print beside --members: one recipe is printed; leave --members out": a.show and a.members,
@@ -135,8 +145,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.report import dry_run, print_table
-    from kasoku.training import trainer
-    from kasoku.training.run_folder import run_folder
+    from kasoku.training import elastic, trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
     has_run = partial(_has_run, arguments) if comm.rank == 0 else bool
@@ -157,21 +166,23 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         _say_once(comm, f"{folder}: {over}")
         return _end(comm, None, folder, recipe)
     announced = arguments.data and not arguments.quiet and not resume
-    arguments = replace(arguments, quiet=arguments.quiet or comm.rank > 0)
+    quiet = arguments.quiet  # of the rank 0 at the end
+    arguments = replace(arguments, quiet=quiet or comm.rank > 0)
     tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
     # before the folder is written: a start that fails leaves nothing behind
     shares = shares_of(recipe, tuned.result.speeds) if tuned else ()
     if resume and not tuned:
         shares = shares_in(folder, comm, recipe.batch)
-    training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
+    build = partial(trainer.build, recipe, comm, dataset=dataset, start=start, shares=Shares(shares))
+    training = run_on_all_ranks(comm, build)
     rows = dry_run.photo_rows(recipe, training.dataset, training.job.model) if announced else {}
     rows |= start.do("estimate", partial(_time_row, training)) if announced else {}
-    with _advised(folder), run_folder(comm, folder, resume=resume) as run:
-        run_on_all_ranks(comm, lambda: _begin(arguments, training, tuned, rows, run) if run else None)
-        started, quiet = arguments.started, arguments.quiet
-        result = trainer.fit(training, run, started=started, resume=resume, quiet=quiet)
-    if comm.rank == 0 and not result.stopped and not arguments.quiet:
+    with _advised(folder):
+        begin = partial(_begin, arguments, training, tuned, rows)
+        started = arguments.started
+        result = elastic.fit_in(folder, training, begin, started=started, resume=resume, quiet=quiet)
+    if comm.rank == 0 and not result.stopped and not quiet:
         print_table("", result.rows(folder))
     return _end(comm, result.stopped, folder, recipe)
 
@@ -198,7 +209,7 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
         print(dumps(recipe), end="")
     elif comm.rank == 0:
         _say_once(comm, schedule_warning(recipe))
-        dry_run.preview(recipe, plot=arguments.plot, **shown)
+        dry_run.preview(recipe, **shown)
     if shown and (row := _time_row(training)) and comm.rank == 0:
         print_table("", row)
     return 0
@@ -254,10 +265,8 @@ def _begin(
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
     derived = rows or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch
-    if arguments.plot or (derived and not arguments.quiet):
-        data = info_of(training.dataset)
-        model, show = training.job.model, not arguments.quiet
-        preview(recipe, data=data, model=model, show=show, plot=arguments.plot, first=rows)
+    if derived and not arguments.quiet:
+        preview(recipe, data=info_of(training.dataset), model=training.job.model, first=rows)
 
 
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
@@ -280,10 +289,9 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if all(over):
         _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
         return _end(comm, None, folder, recipes[0])
-    shown = recipes if arguments.dry_run else recipes[:1] if arguments.plot else []
-    for i, recipe in enumerate(shown if comm.rank == 0 else ()):
-        preview(recipe, plot=None if i else arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
+        for recipe in recipes if comm.rank == 0 else ():
+            preview(recipe)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     _say_once(comm, schedule_warning(recipes[0]))

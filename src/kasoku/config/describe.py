@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from kasoku import core, data, device, distributed, memory, models, optim, tracking
 from kasoku.config import toml
-from kasoku.config.recipe import Evaluate, Recipe, Save, Tune
+from kasoku.config.recipe import Evaluate, Faults, Recipe, Save, Tune
 from kasoku.config.shipped import RECIPES
 from kasoku.core.errors import InputError, nearest
 
@@ -25,6 +25,7 @@ TABLES: dict[str, Callable[..., Any]] = {
     "evaluate": Evaluate,
     "save": Save,
     "tune": Tune,
+    "faults": Faults,
     "device": device.Device,
     "kasoku.optim.SGDSettings": optim.SGDSettings,
     "kasoku.optim.Trust": optim.Trust,

@@ -7,7 +7,7 @@ import torch
 
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Comm, InputError, Technique, say
-from kasoku.data import by_speed
+from kasoku.data import Shares, by_speed
 from kasoku.distributed import Overlap, VirtualRanks
 from kasoku.distributed.consensus import assert_same_on_all_ranks, version_facts
 
@@ -71,6 +71,19 @@ def can_share(recipe: Recipe, ranks: int) -> bool:
     at_once, group = recipe.images_at_once(ranks), recipe.images_per_norm(ranks)
     # A part has whole groups; or groups span the same number of ranks.
     return at_once % group == 0 or (group % at_once == 0 and ranks % (group // at_once) == 0)
+
+
+def part_of(recipe: Recipe, ranks: int) -> int:
+    """The images of a part that keep together when other ranks take it: a backward pass, or a BatchNorm group."""
+    return max(recipe.images_at_once(ranks), recipe.norm_batch)
+
+
+def spread(recipe: Recipe, part: int, ranks: int) -> Shares:
+    """The batch in whole parts, as evenly as can be. Raises InputError where there are more ranks than parts."""
+    least, more = divmod(recipe.batch // part, ranks)
+    if not least:
+        raise InputError(f"batch={recipe.batch} has {more} parts of {part} images, too few for {ranks} ranks")
+    return Shares(tuple(part * (least + (rank < more)) for rank in range(ranks)), part)
 
 
 def shares_of(recipe: Recipe, speeds: Sequence[float]) -> tuple[int, ...]:

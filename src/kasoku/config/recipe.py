@@ -27,7 +27,7 @@ from kasoku.device import Device
 T = TypeVar("T")
 _MOST_EPOCHS = 100_000  # a preview loops over them
 _TOO_LARGE = ("allocate memory", "Storage size calculation overflowed")  # of torch's errors
-CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "tune.", "device.", "data.root")  # of a run that is resumed
+CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "tune.", "device.", "faults.", "data.root")  # if resumed
 AUTO = "auto"  # in the place of a batch: tuned before training
 _AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has
 
@@ -71,6 +71,20 @@ class Save(Checked):
     every_steps: Annotated[int, Range("0 for none by steps", at_least=0)] = 0
     keep: Annotated[int, Range("checkpoints", at_least=1)] = 2
     upload: str = ""
+
+
+@dataclass(frozen=True)
+class Faults(Checked):
+    """The recipe's [faults] table: what happens when ranks are lost.
+
+    Args:
+        elastic: the ranks that are left go on in place, from a copy of the state in memory. False: all end, with exit
+            code 4.
+        dead_s: seconds without a heartbeat, at least 3, after which a rank is dead.
+    """
+
+    elastic: bool = True
+    dead_s: Annotated[float, Range("three heartbeats", at_least=3, below=math.inf)] = 6.0
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,7 @@ class Recipe(Checked):
         device: the device, precision and threads.
         save: checkpoints, and where the results go.
         tune: how the batch is chosen.
+        faults: what happens when ranks are lost.
     """
 
     model: Factory
@@ -141,6 +156,7 @@ class Recipe(Checked):
     device: Device = field(default_factory=Device)
     save: Save = Save()
     tune: Tune = Tune()
+    faults: Faults = Faults()
 
     def __post_init__(self) -> None:
         super().__post_init__()

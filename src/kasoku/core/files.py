@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_model
@@ -104,28 +104,16 @@ def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
     return file
 
 
-class FolderEntries(NamedTuple):
-    """What is in a folder, without hidden names."""
-
-    folders: list[str]
-    files: list[str]
-    others: list[str]
-
-
-def scan(folder: str) -> FolderEntries:
-    """The names in a folder, sorted. Links count as what they lead to, or as other things if they lead nowhere."""
-    found = FolderEntries([], [], [])
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            kind = found.others
-            with suppress(OSError):  # a link to itself
-                kind = found.folders if entry.is_dir() else found.files if entry.is_file() else found.others
-            kind.append(entry.name)
-    for names in found:
-        names.sort()
-    return found
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder."""
+    try:
+        with open(folder / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def open_regular(path: str) -> int:

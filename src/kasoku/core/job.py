@@ -329,9 +329,10 @@ class Job:
 
     # ---- checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming needs besides the weights: optimizer, loader, progress, state of techniques."""
-        self.drain()
+    def state_dict(self, *, drain: bool = True) -> dict[str, Any]:
+        """All that resuming needs but weights: optimizer, loader, techniques. Collective unless `drain` is False."""
+        if drain:
+            self.drain()
         return {
             "steps": self.steps,
             "since": list(self._since),

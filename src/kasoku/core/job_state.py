@@ -13,6 +13,12 @@ Batch = tuple[Tensor, Tensor]
 Hyper = list[dict[str, Any]]
 
 
+def first_part(job: Any) -> int:
+    """The number of this rank's first backward pass of a step among those of all ranks."""
+    loader = job.plain_loader
+    return int(loader.first_part) if getattr(loader, "at_once", 0) else job.comm.rank * job.accumulate
+
+
 class Stateful(Protocol):
     """An object whose state a checkpoint can hold, as plain values and tensors."""
 

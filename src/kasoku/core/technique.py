@@ -44,6 +44,7 @@ class Technique(Checked):
 
     exchanges_gradients: ClassVar[bool] = False  # sends gradients or updates to the other ranks
     averages_gradients: ClassVar[bool] = False  # replaces gradients by their means over the ranks of `job.step_comm`
+    sums_exactly: ClassVar[bool] = False  # adds the gradients of all parts so that their order changes no bit
     overlaps_backward: ClassVar[bool] = False  # sends gradients in buckets while backward runs
     channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
     stale: ClassVar[bool] = False  # its steps use weights that may lack the latest updates of other ranks
@@ -58,7 +59,6 @@ class Technique(Checked):
     saves_memory: ClassVar[bool] = False  # keeps less for backward than autograd does
     changes_pixels: ClassVar[bool] = False  # changes images of the loader, or their order of decoding
     changes_resolution: ClassVar[bool] = False  # trains on images of other sizes than the recipe's
-    changes_batch: ClassVar[bool] = False  # changes the batch size during training: see `batch_factor`
     in_sandbox: ClassVar[bool] = True  # is applied again to the copy of a job on which batch sizes are tried
 
     def __init_subclass__(cls, **declared: Any) -> None:

@@ -3,7 +3,7 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,12 @@ def remove_step_hooks(optimizer: Optimizer) -> None:
     """Leaves an optimizer without hooks around its step (2.13)."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def abort_nccl(group: Any) -> None:
+    """Aborts the NCCL communicators of a process group, if it has any (2.13; not yet seen on a GPU)."""
+    with suppress(RuntimeError):
+        group._get_backend(torch.device("cuda")).abort()
 
 
 def cpu_computes_bf16() -> bool:

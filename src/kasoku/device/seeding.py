@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 
 from kasoku.core import Job, Range, Stage, Technique
-from kasoku.core.job_state import Batch
+from kasoku.core.job_state import Batch, first_part
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Seeded(Technique, stage=Stage.DATA):
                 # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
                 micro = micro + 1 if job.steps == step else 0
                 step = job.steps
-                numbers = (self.seed, step, job.comm.rank * job.accumulate + micro)
+                numbers = (self.seed, step, first_part(job) + micro)
                 digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
                 seed = int.from_bytes(digest) >> 1
                 # `torch.manual_seed` goes on to devices that were never used, for each of which it formats a stack.

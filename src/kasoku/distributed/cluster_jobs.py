@@ -1,8 +1,9 @@
 """The files that `kasoku launch` writes: an sbatch script, a manifest of Kubernetes or Kubeflow, a SkyPilot task.
 
-Note: a pod that is killed is replaced, and reads the last checkpoint. If one dies, the ranks of the others end (exit
-code 4), so all are replaced, until 6 a node have failed. Not counted: pods that were evicted, or that saved at a
-SIGTERM (75). Not replaced: those of a training that diverged (3), as it would again.
+Note: a pod that is killed is replaced, and joins the others, which go on (membership.py). Where they cannot, their
+ranks end (exit code 4), so all are replaced, and read the last checkpoint, until 6 a node have failed. Not counted:
+pods that were evicted, or that saved at a SIGTERM (75). Not replaced: those of a training that diverged (3), as it
+would again.
 """
 
 import json
@@ -36,20 +37,13 @@ class LaunchSpec:
     port: int | None = None  # of rank 0; None: derived from the job's number (Slurm)
 
 
-def sbatch(
-    spec: LaunchSpec, *, time: str, cpus_per_gpu: int, partition: str | None = None, account: str | None = None
-) -> str:
+def sbatch(spec: LaunchSpec, *, time: str, cpus_per_gpu: int) -> str:
     """A Slurm script: srun starts the ranks of each node. The arguments are the options of Slurm."""
     quoted = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True, extra=spec.extra))
     if spec.out is None:  # one folder a job, also after a requeue
         quoted += f' --out "runs/{spec.name}-$SLURM_JOB_ID"'
-    settings = {
-        "cpus-per-task": cpus_per_gpu,
-        "gpus-per-node": spec.each if spec.on_gpus else None,
-        "partition": partition,
-        "account": account,
-    }
-    more = "".join(f"#SBATCH --{key}={value}\n" for key, value in settings.items() if value is not None)
+    more = f"#SBATCH --cpus-per-task={cpus_per_gpu}\n"
+    more += f"#SBATCH --gpus-per-node={spec.each}\n" if spec.on_gpus else ""
     port = spec.port or "$((20000 + SLURM_JOB_ID % 10000))"
     return _template("job.sbatch").format(
         spec=spec, time=time, port=port, more=more, grace_s=_GRACE_S, arguments=quoted

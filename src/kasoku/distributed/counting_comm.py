@@ -46,10 +46,17 @@ class Activity:
         self._clock = clock or Wall()
         self.counts: list[CountingComm] = []
         self.heartbeat: Any = None  # a StoreHeartbeat, which reports this to the other ranks
+        self.membership: Any = None  # a Membership, where lost ranks need not end the training
         self.stacks_file: Path | None = None  # where rank 0 writes the stacks of all ranks when one hangs
         self._last_step, self._busy_until = self._clock.now(), -math.inf
         self._rests = False
         self._durations_s: deque[float] = deque(maxlen=64)
+
+    def forget(self) -> None:
+        """Forgets the steps and the collectives so far: the training starts again with other ranks."""
+        self.counts.clear()
+        self._durations_s.clear()
+        self._last_step, self._busy_until, self._rests = self._clock.now(), -math.inf, False
 
     def step(self) -> None:
         """Must be called after each optimizer step."""
@@ -77,7 +84,7 @@ class Activity:
             self._last_step, self._busy_until = self._clock.now(), outer
 
     def wait_for_verdict(self) -> None:
-        """Waits as long as it may take to name a death, which usually ends the process."""
+        """Waits as long as it may take to name a death."""
         if self.heartbeat is not None:
             self.heartbeat.wait_for_verdict()
 
@@ -127,8 +134,18 @@ class CountingComm(Comm):
     """
 
     def __init__(self, inner: Comm, activity: Activity, ranks: Sequence[int] = ()) -> None:
-        self.inner, self.activity, self.ranks = inner, activity, ranks
-        self.rank, self.size, self.clock, self.thread_safe = inner.rank, inner.size, inner.clock, inner.thread_safe
+        self.activity, self.ranks = activity, ranks
+        self._take(inner)
+
+    def replace(self, inner: Comm) -> None:
+        """Goes on with the ranks of another comm: for code that holds this one. Forgets the channels so far."""
+        self.activity.forget()
+        self._take(inner)
+
+    def _take(self, inner: Comm) -> None:
+        activity, ranks = self.activity, self.ranks
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.clock, self.thread_safe, self._heartbeat = inner.clock, inner.thread_safe, activity.heartbeat
         self.name = f" on channel {len(activity.counts)}" if activity.counts else ""
         self.name += f" of ranks {', '.join(map(str, ranks))}" if ranks else ""
         self.started = 0
@@ -154,26 +171,33 @@ class CountingComm(Comm):
         self.started = number
         return label
 
-    def _start(self, label: str, f: Callable[[], Work], *, message: bool = False) -> Work:
+    def _start(self, label: str, f: Callable[[], Work], *, peer: int | None = None) -> Work:
         try:
-            return _CountedWork(f(), self, label, message)
+            return _CountedWork(f(), self, label, peer)
         except RuntimeError:
-            self.activity.wait_for_verdict()
+            self._find_cause(peer)
             raise
 
     @contextmanager
-    def waiting(self, label: str, *, message: bool = False) -> Iterator[None]:
-        """Notes that this rank waits. If the wait fails, waits for the verdict: usually another rank is the cause."""
-        noted = not message or threading.current_thread() is threading.main_thread()  # server threads always wait
+    def waiting(self, label: str, *, peer: int | None = None) -> Iterator[None]:
+        """Notes that this rank waits, with `peer` for a message. If the wait fails, waits for the verdict."""
+        noted = peer is None or threading.current_thread() is threading.main_thread()  # server threads always wait
         if noted:
             self._waits = label
         try:
             yield
         except RuntimeError:
-            self.activity.wait_for_verdict()
+            self._find_cause(peer)
             raise
         if noted:
             self._waits = ""
+
+    def _find_cause(self, peer: int | None) -> None:
+        """After a failure: accuses the peer of a message, then waits for the verdict of this comm's group."""
+        if self._heartbeat is not None:
+            if peer is not None:
+                self._heartbeat.accuse(self.ranks[peer] if self.ranks else peer)
+            self._heartbeat.wait_for_verdict()
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         return self._start(self._count("all_reduce", x), lambda: self.inner.all_reduce(x, op=op))
@@ -189,11 +213,11 @@ class CountingComm(Comm):
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         label = f"send to rank {to}{_size(x)}"
-        return self._start(label, lambda: self.inner.send(x, to=to, tag=tag), message=True)
+        return self._start(label, lambda: self.inner.send(x, to=to, tag=tag), peer=to)
 
     def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
         label = f"receive from rank {source}{_size(x)}"
-        return self._start(label, lambda: self.inner.receive(x, source=source, tag=tag), message=True)
+        return self._start(label, lambda: self.inner.receive(x, source=source, tag=tag), peer=source)
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
         with self.waiting(self._count("broadcast_object")):
@@ -225,13 +249,13 @@ class _CountedWork:
     inner: Work
     comm: CountingComm
     label: str
-    message: bool
+    peer: int | None  # of a message
 
     def done(self) -> bool:
         return self.inner.done()
 
     def wait(self) -> None:
-        with self.comm.waiting(self.label, message=self.message):
+        with self.comm.waiting(self.label, peer=self.peer):
             self.inner.wait()
 
 

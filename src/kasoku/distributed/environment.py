@@ -1,4 +1,4 @@
-"""The rank of this process and the number of ranks on its host, from the variables of the launcher.
+"""The rank of this process and the ranks on its host, from the variables of the launcher, and the nodes of all ranks.
 
 Note: variables. torchrun and its like set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. srun sets SLURM_PROCID,
 SLURM_NTASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PORT give the address of rank 0. A batch
@@ -6,12 +6,13 @@ script has Slurm's variables too; a process that it starts without srun and with
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from kasoku.core import InputError
+from kasoku.core import Comm, InputError
 from kasoku.core.hardware import cores
 
 
@@ -62,16 +63,21 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     return Place()
 
 
-def ranks_on_host(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Ranks of a node: $LOCAL_WORLD_SIZE, or in a task of Slurm its tasks a node or equal share; None if unknown."""
-    if environment.get("LOCAL_WORLD_SIZE"):
-        return _number(environment, "LOCAL_WORLD_SIZE")
-    if "SLURM_PROCID" not in environment:  # a shell of salloc has the variables of its job, and is one process
-        return None
-    if environment.get("SLURM_NTASKS_PER_NODE"):
-        return _number(environment, "SLURM_NTASKS_PER_NODE")
-    nodes, tasks = _number(environment, "SLURM_NNODES", 0), _number(environment, "SLURM_NTASKS", 0)
-    return tasks // nodes if nodes and tasks % nodes == 0 else None
+def nodes_of(comm: Comm, size: int, asks: str) -> list[list[int]]:
+    """The ranks of each node: `size` consecutive ones, or with 0 those that share a host. Collective.
+
+    Raises InputError for nodes of unequal size. `asks`: the technique or reducer that asks.
+    """
+    if comm.size % max(1, size):
+        raise InputError(f"{asks}: {comm.size} ranks in nodes of {size}: node must divide {comm.size}")
+    if size:
+        return [[*range(first, first + size)] for first in range(0, comm.size, size)]
+    hosts = comm.gather_objects(socket.gethostname())
+    nodes = [[rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)]
+    if len({*map(len, nodes)}) > 1:
+        got = f"{asks}: hosts of {[*map(len, nodes)]} ranks"
+        raise InputError(f"{got}; start as many on each, or give node, a divisor of all these numbers")
+    return nodes
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -1,15 +1,15 @@
 """The failure detector: names a rank that died or hangs, and decides how the other ranks continue.
 
 Note: two policies. On a comm that a Watchdog started, a death or a hang ends all ranks, with one line on each and exit
-code 4; a launcher starts them again, and they resume from the last checkpoint. On any other comm, as in a training loop
-of the user's own, ranks of Asynchronous go on without the dead one (async_sgd/peers.py: Peers.lose).
+code 4; a launcher starts them again, and they resume from the last checkpoint. Under `kasoku train` the others go on
+after a death (membership.py). On any other comm the collectives fail, or wait for a rank that stands still.
 
-Note: two transports. A Watchdog's heartbeats go through a store. A thread of each rank writes them over a connection of
-its own, so it does not stop while the training waits in a collective. Rank 0 reads all and writes a fault as the
-verdict; the other ranks read the verdict and rank 0's heartbeat. A store that breaks or falls silent is rank 0's death
-(under torchrun: of the host of its store). Asynchronous ranks send heartbeats to each other, so any of them may die.
-Both judge by a Detector, which counts heartbeats and reads no clock, so a rank that was stopped itself accuses no
-other. Time-outs of collectives play no part, so they may be long.
+Note: heartbeats go through a store. A thread of each rank writes them over a connection of its own, so it does not stop
+while the training waits in a collective. Rank 0 reads all and writes a fault as the verdict; the other ranks read the
+verdict and rank 0's heartbeat. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of
+its store). A Detector counts heartbeats and reads no clock, so a rank that was stopped itself finds no other silent. A
+message between two ranks whose connection breaks is a death at once. Time-outs of collectives play no part, so they may
+be long.
 
 Note: the rank that is named. If one rank dies, the collectives of all ranks fail in turn, and the store ends with rank
 0's process. So a collective that failed waits for the verdict, and rank 0 ends last, when all living ranks have read
@@ -41,11 +41,18 @@ LOST_RANK_EXIT_CODE = 4  # of a process that ends because another rank died or h
 ENDED, FAILED, INFORMED = b"e", b"f", b"v"  # INFORMED: it has read the verdict
 _NO_VERDICT = b"-"
 _ADVICE = "start all ranks again with --continue --out DIR (torchrun --max-restarts N does it by itself)"
+Fault = tuple[str, list[int]]  # a line, and the ranks without which the others may go on
 _CONNECT = timedelta(seconds=30)  # twice that if nobody listens
 
 
 class LostRankError(RuntimeError):
     """Another rank is gone, so this one cannot go on."""
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether the error is that of a collective that failed, as when another rank is gone."""
+    told = any(words in str(error) for words in ("gloo", "caused pair closure"))  # the latter after `abort`
+    return isinstance(error, RuntimeError) and (told or isinstance(error, dist.DistError))
 
 
 def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading.Thread:
@@ -58,15 +65,14 @@ def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading
 class Detector:
     """Judges from heartbeats which ranks are dead. It has no thread, clock or connection.
 
-    A rank is dead after `patience` beats without a new heartbeat from it. `grouped`: once a rank is dead, one that is a
-    beat short of that is dead too, so that ranks which die together are named together.
+    A rank is dead after `patience` beats without a new heartbeat from it. Once a rank is dead, one that is a beat short
+    of that is dead too, so that ranks which die together are named together.
     """
 
-    def __init__(self, ranks: Sequence[int], patience: int, *, grouped: bool = False) -> None:
+    def __init__(self, ranks: Sequence[int], patience: int) -> None:
         self.ranks, self.patience = [*ranks], patience
         self.last = dict.fromkeys(self.ranks, b"")  # heartbeats
         self.silent = dict.fromkeys(self.ranks, 0)  # beats of our own since a rank's last new heartbeat
-        self._company = int(grouped)
 
     def count_beat(self) -> None:
         """Counts a beat of our own."""
@@ -79,7 +85,7 @@ class Detector:
 
     def living(self) -> list[int]:
         """The ranks that have not been silent for too long."""
-        return [rank for rank in self.ranks if self.silent[rank] < self.patience - self._company]
+        return [rank for rank in self.ranks if self.silent[rank] < self.patience - 1]
 
     def dead(self) -> list[int]:
         """The ranks that fell silent without an announcement of their end."""
@@ -123,6 +129,12 @@ class Watchdog:
         `store`: host and port of a `torch.distributed.TCPStore` (MASTER_ADDR, MASTER_PORT).
         """
         activity = Activity(self.hang_timeout_s, comm.clock)
+        self.watch(activity, comm, store)
+        return CountingComm(comm, activity)
+
+    def watch(self, activity: Activity, comm: Comm, store: tuple[str, int]) -> None:
+        """Watches over an activity, as `start` does; collective."""
+        activity.heartbeat = None
         if comm.size > 1:
             host, port = store
             client = dist.TCPStore  # type: ignore[attr-defined]
@@ -134,7 +146,6 @@ class Watchdog:
                 raise InputError(line) from error
             activity.heartbeat = StoreHeartbeat(self, activity, comm, connected, f"{host}:{port}")
             activity.heartbeat.start()
-        return CountingComm(comm, activity)
 
 
 class StoreHeartbeat:
@@ -152,11 +163,13 @@ class StoreHeartbeat:
         self.verdict, self.failure = f"{name}/verdict", f"{name}/failure"
         patience = round(settings.dead_s / settings.beat_s)
         watched = range(1, comm.size) if self.rank == 0 else [0]
-        self.detector = Detector(watched, patience, grouped=True)
+        self.detector = Detector(watched, patience)
         self._last_busy = self.clock.now()  # until then a rank was starting or busy, so the others had to wait
         self.written = self.answers = 0  # heartbeats, and requests that the store has answered
         self.failed = ""
+        self.fault: Fault = ("", [])  # that was reported
         self.closing, self.over, self.reported = threading.Event(), threading.Event(), threading.Lock()
+        self.hurry = threading.Event()  # ends the first pause after it
         if self.rank == 0:
             self.store.set(self.verdict, _NO_VERDICT.decode())
             self.store.set(self.failure, _NO_VERDICT.decode())
@@ -171,7 +184,7 @@ class StoreHeartbeat:
             for pause_s in pauses_s:
                 time.sleep(pause_s) if early_end.is_set() else early_end.wait(pause_s)
 
-        daemon("kasoku watch", run, self.watch(), self.closing)
+        daemon("kasoku watch", run, self.watch(), self.hurry)
         daemon("kasoku guard", run, self.guard(), self.over)
 
     def watch(self) -> Iterator[float]:
@@ -187,7 +200,7 @@ class StoreHeartbeat:
             if self.rank == 0:
                 yield from self.wait_for_ranks(self.settings.dead_s + 2 * self.settings.beat_s)
         except RuntimeError:
-            self.report(self.lost_store())
+            self.report(*self._lost_store())
         finally:
             self.over.set()
 
@@ -199,7 +212,7 @@ class StoreHeartbeat:
             unanswered = unanswered + 1 if self.answers == last else 0
             last = self.answers
             if unanswered > self.detector.patience:
-                self.report(self.lost_store())
+                self.report(*self._lost_store())
 
     def write(self, state: bytes) -> None:
         """Writes this rank's heartbeat."""
@@ -212,75 +225,93 @@ class StoreHeartbeat:
         keys = [self.keys[rank] for rank in self.detector.ranks]
         *heartbeats, verdict = self.store.multi_get([*keys, self.verdict])
         self.answers += 1
-        line = self.judge(heartbeats) if verdict == _NO_VERDICT else ""
-        if line:
-            verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), line)  # the first verdict counts
+        fault = self.judge(heartbeats) if verdict == _NO_VERDICT else None
+        if fault:  # the first verdict counts
+            verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
         if verdict != _NO_VERDICT:
+            line, lost = json.loads(verdict)
             with suppress(RuntimeError):  # a store that breaks now changes nothing
                 self.write(INFORMED)
                 if self.rank == 0:
-                    yield from self.wait_for_ranks(3 * self.settings.beat_s)
-            self.report(verdict.decode())
+                    yield from self.wait_for_ranks(3 * self.settings.beat_s, lost)
+            self.report(line, lost)
             return True
         if self.rank > 0 and heartbeats[0][:1] == ENDED:
             self.write(ENDED)
             return True
         return False
 
-    def judge(self, heartbeats: Sequence[bytes]) -> str:
-        """The line for the fault that these heartbeats show; empty if there is none."""
+    def judge(self, heartbeats: Sequence[bytes]) -> Fault | None:
+        """The fault that these heartbeats show, if any."""
         detector, now = self.detector, self.clock.now()
         detector.count_beat()
         for rank, heartbeat in zip(detector.ranks, heartbeats, strict=True):
             if heartbeat != detector.last[rank]:
                 detector.heard(rank, heartbeat)
         if dead := detector.dead():
-            return self.death(dead)
+            return self.death(dead, detector.last[dead[0]], f"no heartbeat for {self.settings.dead_s:g} s")
         states = [self.activity.state(), *(heartbeat[:1] for heartbeat in heartbeats)]
         if {*states} & {STARTING, BUSY}:
             self._last_busy = now
         if self.rank > 0 or STALLED not in states or now - self._last_busy < self.activity.limit_s:
-            return ""
+            return None
         reports = [self.activity.report(), *(json.loads(heartbeat[1:]) for heartbeat in heartbeats)]
         at_work = [i for i, report in enumerate(reports) if not report["rests"]]
         if STALLED not in [states[i] for i in at_work]:  # it has come to rest since its state was read
-            return ""
+            return None
         idle_s = max(reports[i]["idle_s"] for i in at_work)
         line = f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
         if (file := self.activity.stacks_file) is not None:
             written: list[Path] = []  # by another thread: a disk that hangs must not hold up the verdict
             daemon("kasoku stacks", _write_stacks, file, self.names, reports, written).join(self.settings.beat_s)
             line += f"; all stacks are in {file}" if written else ""
-        return line
+        return line, []
 
-    def death(self, ranks: Sequence[int]) -> str:
-        """The line for dead ranks."""
-        last = self.detector.last[ranks[0]]
+    def death(self, ranks: Sequence[int], last: bytes, why: str) -> Fault:
+        """The fault of dead ranks. One that failed by an error ends all: it might meet the others too.
+
+        `last`: the first one's last heartbeat.
+        """
         if last[:1] == FAILED:
-            return f"{self.names(ranks)} failed: {json.loads(last[1:])['failed']}"
-        return f"{self.names(ranks)} died: no heartbeat for {self.settings.dead_s:g} s"
+            return f"{self.names(ranks)} failed: {json.loads(last[1:])['failed']}", []
+        return f"{self.names(ranks)} died: {why}", [*ranks]
 
-    def lost_store(self) -> str:
-        """The line for a store that does not answer."""
-        if self.detector.last.get(0, b"")[:1] == FAILED:
-            return self.death([0])
+    def accuse(self, rank: int) -> None:
+        """Takes a rank for dead whose connection broke, unless it has ended or there is a verdict already."""
+        if not (self.fault[0] or self.closing.is_set()):
+            daemon("kasoku accuses", self._accuse, rank)  # a store that does not answer holds up nobody
+
+    def _accuse(self, rank: int) -> None:
+        """As `accuse`, on this thread."""
+        with suppress(RuntimeError):  # the store is gone too, as the watching thread notices now
+            heartbeat = self.store.multi_get([self.keys[rank]])[0]
+            if heartbeat[:1] != ENDED:
+                fault = self.death([rank], heartbeat, "its connection broke")
+                self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
+        self.hurry.set()
+
+    def _lost_store(self) -> Fault:
+        """The fault of a store that does not answer."""
+        if (last := self.detector.last.get(0, b""))[:1] == FAILED:
+            return self.death([0], last, "")
         rank = f"{self.names([0])} is gone: " if self.rank > 0 else ""
-        return f"{rank}the store at {self.address} does not answer"
+        return f"{rank}the store at {self.address} does not answer", [0] if self.rank > 0 else []
 
     def names(self, ranks: Sequence[int]) -> str:
         """Ranks with their hosts and process ids."""
         return name_ranks(ranks, lambda rank: f"{rank} ({self.processes[rank]})")
 
-    def report(self, line: str) -> None:
+    def report(self, line: str, lost: list[int]) -> None:
         """Reports a fault, once; nothing if this rank has ended already."""
         if not self.closing.is_set() and self.reported.acquire(blocking=False):
+            self.fault = line, lost
             self.settings.on_fault(f"{line}; {_ADVICE}")
         self.over.set()
 
-    def wait_for_ranks(self, limit_s: float) -> Iterator[float]:
+    def wait_for_ranks(self, limit_s: float, lost: Sequence[int] = ()) -> Iterator[float]:
         """Until all other living ranks have sent their last heartbeat, as their store is in this process; rank 0."""
         until = self.clock.now() + limit_s
-        keys = [self.keys[rank] for rank in self.detector.living()]
+        keys = [self.keys[rank] for rank in self.detector.living() if rank not in lost]
         while keys and self.clock.now() < until:
             heartbeats = self.store.multi_get(keys)
             self.answers += 1
@@ -303,6 +334,7 @@ class StoreHeartbeat:
         """Announces that this rank has ended, or failed."""
         self.failed = " ".join(failed.split())
         self.closing.set()
+        self.hurry.set()
 
     def close(self, failed: str = "") -> None:
         """Announces that this rank has ended, or that it `failed` (a line), which ends the other ranks.

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +20,24 @@ from kasoku.core import Comm, InputError, Solo, summary
 from kasoku.distributed import TorchComm
 from kasoku.distributed.consensus import SHARED_ERRORS, ReportedElsewhereError
 from kasoku.distributed.environment import Place
-from kasoku.distributed.liveness import LostRankError, Watchdog
+from kasoku.distributed.liveness import LostRankError, is_lost_rank
+from kasoku.distributed.membership import TIMEOUT, Membership, backend
 from kasoku.distributed.startup import Start
 
-TIMEOUT = timedelta(minutes=30)  # of a collective: longer than any evaluation or checkpoint
 _SCHEME = "kasoku"  # of the rendezvous URL
 _was_rank: list[object] = []
 
 
 @contextmanager
-def process_group(here: Place, start: Start, packages: Callable[[], object]) -> Iterator[Comm]:
+def process_group(
+    here: Place, start: Start, packages: Callable[[], object], folder: Path | None = None
+) -> Iterator[Comm]:
     """The comm of all ranks, watched over by a Watchdog; collective. The process group is destroyed at the end.
 
-    `start` takes the rendezvous as a task; `packages`: imports that are done meanwhile.
+    A training that can go on without ranks that are lost changes the comm in place (Membership).
+
+    `start` takes the rendezvous as a task; `packages`: imports that are done meanwhile. `folder`: of a run; if ranks
+    train there already, the comm is that of this rank alone, until it joins them.
 
     Raises:
         InputError: if the launcher did not set rank 0's address, or the ranks do not find each other.
@@ -52,11 +57,13 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         # otherwise (torch's default is 3) NCCL ends this process before the Watchdog names the lost rank
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    start.add("rendezvous", lambda: _connect(here, "cpu:gloo,cuda:nccl" if cuda else "gloo", address))
+    members = Membership()
+    comm = members.find(folder)
+    start.add("rendezvous", lambda: None if comm else _connect(here, backend(), address))
     start.do("packages", packages)
     start.import_compiler()  # not earlier: the rendezvous would wait for it (see _connect)
     _ = start["rendezvous"]
-    comm = Watchdog().start(TorchComm(), (str(address[0]), int(str(address[1]))))
+    comm = comm or members.start(TorchComm(), (str(address[0]), int(str(address[1]))))
     failed = ""
     try:
         yield comm
@@ -64,21 +71,17 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
         raise
     except BaseException as error:
         failed, lost = summary(error), is_lost_rank(error)
+        if isinstance(error, LostRankError):  # of this rank alone; the others may go on
+            failed = ""
         if lost:
             comm.activity.wait_for_verdict()  # usually another rank is the cause
-        if isinstance(error, InputError) and not comm.activity.heartbeat.reports(failed):
+        if isinstance(error, InputError) and comm.size > 1 and not comm.activity.heartbeat.reports(failed):
             raise ReportedElsewhereError(failed) from error
         if lost:
             raise LostRankError(f"rank {here.rank}: lost another rank ({failed}); resume from a checkpoint") from error
         raise
     finally:
-        comm.activity.heartbeat.close(failed)
-        dist.destroy_process_group()
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether the error is that of a collective that failed, as when another rank is gone."""
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
+        members.close(failed)
 
 
 def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:

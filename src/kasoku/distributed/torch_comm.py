@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from kasoku.core import Clock, Comm, InputError, Wall, Work
 from kasoku.core.hardware import is_dense
+from kasoku.core.torch_internals import abort_nccl
 
 T = TypeVar("T")
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_groups: list[dist.ProcessGroup] = []  # made by TorchComm, beside that of all ranks
+_UNUSED_TAG = 2**30  # of a message that nobody sends
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -112,9 +116,34 @@ class TorchComm(Comm):
         world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         apart = self._group is not None
         group = dist.new_group([world[rank] for rank in ranks], timeout=timeout, use_local_synchronization=apart)
+        _groups.append(cast(dist.ProcessGroup, group))
         return cast(dist.ProcessGroup, group)
 
     def gather_objects(self, thing: T) -> list[T]:
         things: list[Any] = [None] * self.size
         dist.all_gather_object(things, thing, group=self._group)
         return things
+
+
+def abort() -> None:
+    """Makes all collectives of this process raise, those under way and later ones. For a thread beside the training.
+
+    Not collective. Only `destroy` and a new group end this state. Note: gloo cannot be aborted by a call, but a receive
+    that times out closes all connections of its group.
+    """
+    for group in (dist.group.WORLD, *_groups):
+        with suppress(RuntimeError, ValueError):  # it was destroyed
+            if torch.cuda.is_available():
+                abort_nccl(group)
+            ranks = range(dist.get_world_size(group) if group else 0)  # none in a group of other ranks
+            for peer in {*ranks} - {dist.get_rank(group)}:
+                with suppress(RuntimeError):
+                    message = dist.irecv(torch.zeros(1), group=group, group_src=peer, tag=_UNUSED_TAG)
+                    cast(Any, message).wait(timedelta(milliseconds=1))
+
+
+def destroy() -> None:
+    """Destroys all process groups, if there are any. Not collective."""
+    _groups.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()

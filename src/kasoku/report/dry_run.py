@@ -1,4 +1,4 @@
-"""A training before it starts: its batch, updates and rates as a table, and drawn over the epochs."""
+"""A training before it starts: its batch, updates and rates as a table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -13,7 +13,6 @@ from kasoku.config.updates import Moment, data_info, moments, updates, updates_i
 from kasoku.core import Technique, say
 from kasoku.data import Dataset, Facts, Files
 from kasoku.distributed.batchnorm.virtual_ranks import momentum
-from kasoku.report.html import Panel
 from kasoku.report.progress_bar import print_table
 
 _NAMES = 5  # of classes that are shown
@@ -24,33 +23,18 @@ def preview(
     *,
     data: Facts | None = None,
     model: nn.Module | None = None,
-    show: bool = True,
-    plot: Path | None = None,
     first: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Prints what a training will do, below the rows of `first`, and draws the page `plot`.
+    """Prints what a training will do, below the rows of `first`.
 
     `data`, `model`: what has been read and built already.
     """
     data, remark = (data, "") if data else data_info(recipe)
     model = model or network(recipe, data.classes, data.channels, data.side)
     curve = moments(recipe, data.images, optimizer(recipe, model).param_groups[0])
-    if show:
-        print_table("", {**first, **_table(recipe, data, curve)})
+    print_table("", {**first, **_table(recipe, data, curve)})
     if remark:
         say(remark)
-    if plot is None:
-        return
-    from kasoku.report.html.page import draw  # plotly and jinja2 take 0.4 s, and only this page needs them
-
-    values = {"rate": [m.lr for m in curve], "weight decay": [m.weight_decay for m in curve]}  # as [000] Fig. 5
-    if curve[0].momentum is not None:
-        values["momentum"] = [m.momentum or 0.0 for m in curve]
-    if len({m.batch for m in curve}) > 1:
-        values["batch"] = [float(m.batch) for m in curve]
-    epochs = [m.epoch for m in curve]
-    panels = [Panel(name, {name: list(zip(epochs, line, strict=True))}) for name, line in values.items()]
-    draw(plot, f"batch {recipe.batch:,}, {recipe.epochs:g} epochs", panels, x_label="epoch")
 
 
 def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module) -> dict[str, str]:

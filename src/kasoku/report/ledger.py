@@ -53,8 +53,7 @@ class Ledger:
         rows = {**self.setup, **self._loop()}
         rows["other"] = self.clock.now() - self.started - sum(s for row, s in rows.items() if row != "other")
         first = [row for row in (self.earlier | rows) if row not in (*STEP, *APART, "compile")]
-        shown = [row for row in APART if row != APART[2] or rows.get(row) or self.earlier.get(row)]
-        names = [*first, "compile", *STEP[:-1], *shown, "other"]
+        names = [*first, "compile", *STEP[:-1], *APART, "other"]
         return {row: rows.get(row, 0.0) + self.earlier.get(row, 0.0) for row in names}
 
     def training_s(self) -> float:

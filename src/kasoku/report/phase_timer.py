@@ -21,7 +21,7 @@ from torch import nn
 from kasoku.core import Batch, Clock, Job, Span, Stage, Technique
 
 STEP = ("input", "copy", "transforms", "forward", "backward", "exposed", "update", "other")  # the rows of a step
-APART = ("evaluate", "save", "other members")  # rows beside the steps; the last: of an ensemble trained in turns
+APART = ("evaluate", "save")  # rows beside the steps
 _ROW = {**{row: row for row in STEP}, "wait": "exposed"}  # the row of a phase or of a kind of span
 _WARM = ("forward", "backward", "update")  # rows in which the first step compiles, chooses kernels, allocates memory
 _MEDIAN_STEPS = 1000
@@ -188,5 +188,5 @@ class Steps:
             self.rows.append(row_s)
         else:
             self._first = row_s
-        if not {"evaluate", "save"} & {mark.row for mark in marks[:-1]}:
+        if not {*APART} & {mark.row for mark in marks[:-1]}:
             self._latest.append((marks[:-1], moments))

@@ -23,7 +23,6 @@ from kasoku.simulate.collectives import flat
 from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
 _MS = 1e3
-_SHOWN = 6  # kinds of steps, in a table
 _SLICES = 20  # of an epoch, in each of which all steps are alike
 _FEW = 16  # images that share BatchNorm statistics: fewer get a remark
 
@@ -90,17 +89,6 @@ class Scenario:
 
         return [(step if kind == plain else simulated(*kind), count) for kind, count in counts.items()]
 
-    def described(self, step: SimulatedStep) -> str:
-        """The kinds of steps that are not all alike; empty if they are."""
-        kinds = [
-            f"{count:,.0f} of {own.images:,} images"
-            + (f" at {own.pixels:.0%} of their pixels" if own.pixels < 1 else "")
-            + (", synchronous" if step.inputs.asynchronous and not own.inputs.asynchronous else "")
-            + f": {_MS * own.step_s:.2f} ms"
-            for own, count in self.steps(step)
-        ]
-        return "; ".join(kinds[:_SHOWN]) + ("; ..." if len(kinds) > _SHOWN else "") if kinds[1:] else ""
-
     def rows(self, step: SimulatedStep) -> dict[str, float]:
         """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
         costs = self.simulator.cluster.costs
@@ -158,7 +146,6 @@ class Scenario:
             "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {exchanged}",
             "groups": f"{len(inputs.plan.buckets)} ({inputs.plan.policy}); the largest by {algorithm}",
             "reducer": str(reducer) if step.gpus > 1 and reducer != Mean() else "",
-            "steps": self.described(step),
             "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
             "training": f"{document['training_s']:,.1f} s for {self.recipe.epochs:g} epochs; {price}",
             "source": device.source or "the cluster's file",

@@ -9,7 +9,7 @@ from kasoku.config.recipe import Recipe, load
 from kasoku.config.shipped import locate
 from kasoku.core import Comm, InputError, Wall, say
 from kasoku.core.comm import default_comm
-from kasoku.data import find_images
+from kasoku.data import Shares, find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
 from kasoku.training.evaluation import Scores
@@ -64,7 +64,7 @@ def train(
             upload(comm, folder, recipe.save.upload)
             return Result.read(folder)
         shares = shares_in(folder, comm, recipe.batch)
-    training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=shares))
+    training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=Shares(tuple(shares))))
     if not out:
         if comm.rank == 0 and (training.job.trackers or recipe.save.upload):
             say("Track and save.upload send nothing without a run folder: give out, a folder")

@@ -19,7 +19,7 @@ from kasoku.config.updates import evaluations, pixel_share, updates, updates_in_
 from kasoku.core import Comm, InputError, say, summary
 from kasoku.data import Dataset, by_speed
 from kasoku.distributed.consensus import run_on_all_ranks
-from kasoku.distributed.rendezvous import is_lost_rank
+from kasoku.distributed.liveness import is_lost_rank
 from kasoku.report import print_table
 from kasoku.training.run_state import Training
 from kasoku.training.trainer import build

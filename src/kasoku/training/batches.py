@@ -4,9 +4,9 @@ No rank starts a step that another rank has no input for, and none seems to hang
 
 Note: shares of the data. A rank takes the next share of the epoch's batches when it is ready for it, so fast ranks take
 more of them, and each image is trained on once an epoch, as ever. Sync points are at the end of an epoch, at an
-evaluation, when a rank requests one (a signal, a checkpoint that is due, a loss that is not finite), and where
-synchronous steps begin or end; always after whole batches. There a step is counted for each batch, and the weights are
-equal on all ranks.
+evaluation, when a rank requests one (a signal, a checkpoint that is due, a loss that is not finite, a newcomer), and
+where synchronous steps begin or end; always after whole batches. There a step is counted for each batch, and the
+weights are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, Comm, InputError, Job, Work
+from kasoku.data import Loader
 from kasoku.distributed.async_sgd.asynchronous import Exchange
 from kasoku.distributed.consensus import ReportedElsewhereError, raise_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
@@ -49,8 +50,10 @@ class SyncSource:
 
     def images(self, y_N: Tensor) -> int:
         """The images of a micro-batch on all ranks."""
-        loader = self.job.plain_loader
-        return loader.batch // self.job.accumulate if loader.shares else len(y_N) * self.job.comm.size
+        loader: Loader = self.job.plain_loader
+        if not loader.shares:
+            return len(y_N) * self.job.comm.size
+        return min(-(-loader.batch // self.job.accumulate), loader.batch - self.metrics.images_begun)
 
     def sync(self) -> Request:
         """The requests of the last exchange between ranks, which is not after every step. Collective."""
@@ -65,8 +68,9 @@ class SyncSource:
         return request if request.save == self._answered else request._replace(save=self._answered)
 
     def close(self) -> None:
-        """Ends the exchange of requests under way. Collective."""
+        """Ends the exchanges under way. Collective."""
         self._channel.close()
+        self._barrier.close()
 
 
 class AsyncSource:
@@ -80,7 +84,9 @@ class AsyncSource:
         self._channel = ControlChannel(self.job.comm)
         self._request, self._failure = Request(), None  # type: Request, InputError | None
         self._synchronous, self._steps = False, self.job.steps
-        self._epoch, self._first = 0, 0  # where the loader was at the last sync point, in batches
+        loader: Loader = self.job.plain_loader
+        self._epoch, self._first = loader.epoch, loader.position // loader.parts  # where it was at the last sync point
+        self._begun = self._first  # the end of the batches of that epoch of which this rank has trained on a share
 
     @property
     def _in_epoch(self) -> int:
@@ -109,7 +115,8 @@ class AsyncSource:
             else:
                 with loader.deal_from(self._next_share):
                     for batch in batches(job, activity, barrier):
-                        number = loader.last_share // job.comm.size  # all shares of a batch have the same progress
+                        number = loader.last_share // loader.size  # all shares of a batch have the same progress
+                        self._begun = number + 1
                         job.set_progress(self._epoch + number / self._in_epoch)
                         yield batch
         except InputError as error:
@@ -130,27 +137,42 @@ class AsyncSource:
 
     def sync(self) -> Request:
         """Finishes all exchanges, so that all ranks have equal weights. Collective; drains."""
-        job, loader, state = self.job, self.job.plain_loader, self.state
+        job, state, metrics = self.job, self.state, self.metrics
         self._channel.close()
         limit_s = _PATIENCE * state.activity.limit_s
         with job.trace.span("wait", "the other ranks"), state.activity.busy(limit_s):
             job.drain()
-        metrics = self.metrics
+        self._mark_position(self._exchange.batches_dealt)
         metrics.read_own()
         own = self._request, metrics.own_sum, metrics.own_count
         requests, sums, counts = zip(*job.comm.gather_objects(own), strict=True)
-        length = self._in_epoch
-        if not self._synchronous:
-            epochs, position = divmod(self._exchange.batches_dealt, length)
-            loader.seek(self._epoch + epochs, position * loader.parts)
-        state.mark_position()
-        passed = (loader.epoch - self._epoch) * length + loader.position // loader.parts - self._first
-        self._steps += passed
-        job.set_progress(loader.epoch + loader.position / len(loader), self._steps)
-        state.progress.images += passed * loader.batch
         raise_on_all_ranks(job.comm, self._failure)
         metrics.read_mean(sum(sums), sum(counts))
         return Request.merge(requests)
+
+    def leave(self) -> bool:
+        """After a death: leaves this rank's weights in the model, and marks how far it is. Not collective.
+
+        False in a synchronous phase, where a step may be half done.
+        """
+        self._exchange.weights.remove_predictions()
+        if not self._synchronous:
+            self._mark_position(self._begun)
+        return not self._synchronous
+
+    def _mark_position(self, dealt: int) -> None:
+        """Counts the steps since the last sync point. `dealt`: batches of its epoch, for shares in turn."""
+        job, loader, length = self.job, self.job.plain_loader, self._in_epoch
+        if not self._synchronous:
+            epochs, position = divmod(dealt, length)
+            loader.seek(self._epoch + epochs, position * loader.parts)
+        self.state.mark_position()
+        passed = (loader.epoch - self._epoch) * length + loader.position // loader.parts - self._first
+        self._steps += passed
+        job.set_progress(loader.epoch + loader.position / len(loader), self._steps)
+        self.state.progress.images += passed * loader.batch
+        self._epoch, self._first = loader.epoch, loader.position // loader.parts
+        self._begun = self._first
 
     def close(self) -> None:
         """Writes how stale the updates were. Collective."""
@@ -195,21 +217,23 @@ def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Bat
         return
     with closing(own_batches(job.loader, activity)) as own:  # an error's traceback would keep its threads
         while True:
-            batch: list[Batch] = []
+            batch: list[Batch] = []  # or all parts of it, where ranks have unequally many
             failure: InputError | None = None
+            together = loader.parts if loader.at_once else 1
             try:
-                batch.extend(islice(own, 1))
+                batch.extend(islice(own, together))
             except InputError as error:
                 failure = error
             if not batch and not failure:
                 return  # all ranks have equally many
             with job.trace.span("wait", "the other ranks' input"):
-                passes = barrier.passes(failure, loader.safe_batches)
+                passes = barrier.passes(failure, loader.safe_batches // together)
             if not passes:
                 if barrier.comm is job.comm:
                     raise_on_all_ranks(job.comm, failure)
                 raise failure or ReportedElsewhereError("another rank of this node has no batch")
-            yield batch.pop()
+            while batch:
+                yield batch.pop(0)
 
 
 def own_batches(loader: Iterable[Batch], activity: Activity) -> Generator[Batch]:

@@ -30,21 +30,21 @@ _SUMS = "sums.json"
 
 
 class Checkpointing:
-    """Writes the checkpoints of one training."""
+    """Writes the checkpoints of one training. Attributes: `steps`, `saved_s`: when it last looked, and saved."""
 
     def __init__(self, state: RunState, metrics: Metrics) -> None:
         self.state, self.job, self.metrics = state, state.job, metrics
-        self._steps, self._saved_s = self.job.steps, self.job.clock.now()
+        self.steps, self.saved_s = self.job.steps, self.job.clock.now()
 
     def is_due_by_time(self) -> bool:
         """Whether `save.every_s` have passed by rank 0's clock; False on the other ranks."""
         every_s = self.state.recipe.save.every_s
-        return bool(every_s and self.state.run and self.job.clock.now() - self._saved_s > every_s)
+        return bool(every_s and self.state.run and self.job.clock.now() - self.saved_s > every_s)
 
     def is_due_by_steps(self) -> bool:
         """Whether a multiple of `save.every_steps` was reached since the last call."""
-        before, self._steps, every = self._steps, self.job.steps, self.state.recipe.save.every_steps
-        return bool(every and self._steps // every > before // every)
+        before, self.steps, every = self.steps, self.job.steps, self.state.recipe.save.every_steps
+        return bool(every and self.steps // every > before // every)
 
     def save(self) -> None:
         """Writes a checkpoint. Collective; drains. Raises DivergedError if the weights are not finite."""
@@ -55,16 +55,23 @@ class Checkpointing:
             weights = [p.detach().float().sum() for p in job.model.parameters() if p.is_floating_point()]
             if not torch.stack(weights).isfinite().all():
                 raise state.diverged("the weights are not finite", job.steps)
-            content = job.state_dict()
-            content["loader"] |= state.position  # after the last whole step
-            if job.plain_loader.skipped:
-                ranks = job.comm.gather_objects(content["loader"].get("skipped", {}))
-                content["loader"]["skipped"] = {index: why for skipped in ranks for index, why in skipped.items()}
-            progress = {**asdict(state.progress), "spent_s": self.metrics.ledger.rows()}
-            whole = {"job": content, "progress": progress}
+            whole = self.content()
             state.write(lambda run: save(run.path, job.steps, job.model, whole, keep=state.recipe.save.keep))
             state.last_checkpoint = f"step {job.steps}"
-        self._saved_s = job.clock.now()
+        self.saved_s = job.clock.now()
+
+    def content(self, *, alone: bool = False) -> dict[str, Any]:
+        """All that resuming needs besides the weights; tensors are not copied.
+
+        Collective; drains. With `alone` neither: the other ranks cannot be reached.
+        """
+        state, job = self.state, self.job
+        content = job.state_dict(drain=not alone)
+        content["loader"] |= state.position  # after the last whole step
+        if job.plain_loader.skipped and not alone:
+            ranks = job.comm.gather_objects(content["loader"].get("skipped", {}))
+            content["loader"]["skipped"] = {index: why for skipped in ranks for index, why in skipped.items()}
+        return {"job": content, "progress": {**asdict(state.progress), "spent_s": self.metrics.ledger.rows()}}
 
 
 def resume_from_checkpoint(state: RunState) -> None:
@@ -92,14 +99,19 @@ def resume_from_checkpoint(state: RunState) -> None:
     if checkpoint is None:
         say_once("no good checkpoint there: starting from the beginning")
         return
-    state.progress = run_on_all_ranks(comm, lambda: load(checkpoint))
-    state.mark_position()
+    restore(state, run_on_all_ranks(comm, lambda: load(checkpoint)))
     if job.steps:
         state.last_checkpoint = f"step {job.steps}"
+    say_once(f"going on from step {job.steps} of {state.training.total_steps}")
+
+
+def restore(state: RunState, progress: Progress) -> None:
+    """Goes on from this progress, once the job has its state. Not collective."""
+    state.progress = progress
+    state.mark_position()
     if state.progress.best < state.recipe.evaluate.target:  # a higher target than before
         state.progress.reached_s = None
     state.target_reached = state.recipe.evaluate.stop and state.progress.reached_s is not None
-    say_once(f"going on from step {job.steps} of {state.training.total_steps}")
 
 
 def save(path: Path, step: int, model: nn.Module, state: dict[str, Any], *, keep: int = 2) -> None:

@@ -22,12 +22,13 @@ class Request(NamedTuple):
     """What a rank, or all ranks together, request between steps; the maxima over ranks are the request of them all.
 
     Fields: `save`: a checkpoint is due; `stop`: the number of the signal that was caught, or 0; `failed`: the rank
-    cannot go on, so the ranks must meet.
+    cannot go on, so the ranks must meet; `join`: a newcomer waits for them.
     """
 
     save: bool = False
     stop: int = 0
     failed: bool = False
+    join: bool = False
 
     @classmethod
     def merge(cls, requests: Iterable[Request]) -> Request:
@@ -66,8 +67,8 @@ class ControlChannel:
         self._work = self._comm.all_reduce(self._values, op="max")
         self._gap = max(1, min(1000, math.floor(_EVERY_S / slowest_s))) if slowest_s else 1
         self._steps, self._since = 0, now
-        save, stop, failed = map(int, values)
-        return Request(bool(save), stop, bool(failed))
+        save, stop, failed, join = map(int, values)
+        return Request(bool(save), stop, bool(failed), bool(join))
 
     def close(self) -> list[float] | None:
         if self._work is None:
@@ -79,9 +80,12 @@ class ControlChannel:
 
 
 @contextmanager
-def signals() -> Iterator[list[str]]:
-    """Collects SIGINT and SIGTERM, so that the step is finished and saved; the second one interrupts at once."""
-    caught: list[str] = []
+def signals(caught: list[str] | None = None) -> Iterator[list[str]]:
+    """Collects SIGINT and SIGTERM, so that the step is finished and saved; the second one interrupts at once.
+
+    `caught`: earlier ones, to which later ones are added.
+    """
+    caught = [] if caught is None else caught
     since_s = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import count
+from os import fstat
+from os.path import samestat
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ class RunFolder:
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         file = self.path / name
+        self._check_owner()
 
         def note(part: Path) -> None:
             old = self._digests.get(name) or [files.digest(file) if file.exists() else ""]
@@ -78,7 +81,14 @@ class RunFolder:
         if name in _DECISIVE:
             self._digests[name] = self._digests[name][-1:]  # on disk with the next file, or at the end
 
+    def _check_owner(self) -> None:
+        """Raises InputError if the ranks that went on without this one have taken the folder over."""
+        with suppress(FileNotFoundError):
+            if not samestat(fstat(self._lock.fileno()), (self.path / "lock").stat()):
+                raise InputError(f"{self.path}: other ranks go on with this run, without this one")
+
     def _write_manifest(self) -> None:
+        self._check_owner()
         files.write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
 
 

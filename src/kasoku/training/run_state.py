@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from kasoku.config.recipe import Recipe
 from kasoku.core import Job
@@ -24,6 +25,10 @@ class DivergedError(RuntimeError):
     """The loss or the weights are no longer finite."""
 
 
+class MeetError(RuntimeError):
+    """The ranks must form a new group, since newcomers wait."""
+
+
 @dataclass(frozen=True)
 class Training:
     """A recipe that is ready to train: its job with all techniques applied, its data, its device."""
@@ -36,6 +41,7 @@ class Training:
     total_steps: int
     start: Start  # the tasks of the start-up, with their times
     outputs: int = 0  # of the network for an image; 0: unknown
+    snapshots: Any = None  # Snapshots, if the training can go on without lost ranks
 
     def describe(self, run: RunFolder, import_folders: Sequence[str] | None) -> None:
         """Writes what a run trains before it starts: its data, its machine, its resolved recipe, unequal shares.

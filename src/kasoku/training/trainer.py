@@ -32,7 +32,7 @@ from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint, se
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_folder import RunFolder
-from kasoku.training.run_state import NO_CHECKPOINT, Result, RunState, Training
+from kasoku.training.run_state import NO_CHECKPOINT, MeetError, Result, RunState, Training
 from kasoku.training.validation import Validation
 
 
@@ -53,13 +53,19 @@ class Trainer:
         self, training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
     ) -> None:
         self.job, self.state = training.job, RunState(training, run)
-        if resume:
+        copies = training.snapshots
+        self.goes_on = bool(copies) and copies.goes_on  # with other ranks than before
+        if self.goes_on:
+            copies.restore(self.state)
+        elif resume:
             resume_from_checkpoint(self.state)
-        self.metrics = Metrics(self.state, started=started, resumed=resume, quiet=quiet)
+        self.metrics = Metrics(self.state, started=started, resumed=resume or self.goes_on, quiet=quiet)
         self.checkpointing = Checkpointing(self.state, self.metrics)
-        self.validation = Validation(self.state, self.metrics)
         source = SyncSource if self.job.step_comm is self.job.comm else AsyncSource
         self.source: AsyncSource | SyncSource = source(self.state, self.metrics, self.own_request)
+        if copies:
+            copies.begin(self.checkpointing, self.source)
+        self.validation = Validation(self.state, self.metrics)
         self.caught: Sequence[str] = ()  # names of the signals that this rank caught
         self.stopped: str | None = None  # the signal that ends the training, once all ranks know of it
 
@@ -68,17 +74,14 @@ class Trainer:
         """Whether the last step or the target is reached, or a signal stops the training."""
         return self.state.over or self.stopped is not None
 
-    @property
-    def images(self) -> int:
-        """Images trained on so far, including those of a step that is not complete."""
-        return self.state.progress.images + self.metrics.images_begun
-
     def steps(self, caught: Sequence[str]) -> Iterator[None]:
-        """The training loop. It yields after each batch, so that several trainings can take turns. Collective.
+        """The training loop. It yields after each batch. Collective.
 
         `caught`: the list to which `signals` adds the signals of this process.
         """
         job, source, metrics, self.caught = self.job, self.source, self.metrics, caught
+        if self.goes_on:
+            self.validation.run_if_due()
         while not self.ended:
             for x_NCHW, y_N in source.batches():
                 loss = job.loss(job.model(x_NCHW), y_N)
@@ -98,22 +101,28 @@ class Trainer:
                 self._sync()
 
     def _sync(self) -> None:
-        """A sync point: evaluates and saves if that is due. Collective; drains if it does either."""
-        request = self.source.sync()
+        """A sync point: evaluates and saves if that is due. Collective; drains if it does either.
+
+        Raises MeetError where the training goes on with other ranks, from a copy of its state.
+        """
+        request, copies = self.source.sync(), self.state.training.snapshots
         self.validation.run_if_due()
         self.stopped = Signals(request.stop).name if request.stop else None
         if self.checkpointing.is_due_by_steps() or (request.save and not request.stop):
             self.checkpointing.save()
+        if copies:
+            copies.take_if_due(self.checkpointing)
+        if request.join and not self.ended:
+            if self.source.syncs_each_step:
+                self.source.close()
+            copies.take(self.checkpointing)
+            self.metrics.outcome = "stopped"  # for trackers, in this group
+            raise MeetError
 
     def own_request(self) -> Request:
-        """What this rank asks all ranks to do: save, stop."""
-        return Request(save=self.checkpointing.is_due_by_time(), stop=Signals[self.caught[0]] if self.caught else 0)
-
-    @property
-    def resumable(self) -> bool:
-        """Whether there is a checkpoint to go on from; only rank 0 knows."""
-        run = self.state.run
-        return run is not None and run.path.is_dir() and self.state.last_checkpoint != NO_CHECKPOINT
+        """What this rank asks all ranks to do: save, stop, take in newcomers."""
+        copies, stop = self.state.training.snapshots, Signals[self.caught[0]] if self.caught else 0
+        return Request(self.checkpointing.is_due_by_time(), stop, join=bool(copies and copies.members.election.joining))
 
     def finish(self) -> Result:
         """Writes the last checkpoint, the weights as evaluated, and the result. Collective; drains."""
@@ -128,12 +137,19 @@ class Trainer:
 
 
 def fit(
-    training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
+    training: Training,
+    run: RunFolder | None,
+    *,
+    started: float,
+    resume: bool = False,
+    quiet: bool = False,
+    caught: list[str] | None = None,
 ) -> Result:
     """Trains to the end, the target, or a signal. Collective: all ranks stop after the same step; drains.
 
-    The arguments are those of Trainer. On several ranks the job's comm must also take CPU tensors (torch.distributed:
-    gloo, on GPUs beside nccl). The command's exit code is 0, or 75 if SIGINT or SIGTERM set `stopped` (resume it).
+    The arguments are those of Trainer, and `caught` of `signals`. On several ranks the job's comm must also take CPU
+    tensors (torch.distributed: gloo, on GPUs beside nccl). The command's exit code is 0, or 75 if SIGINT or SIGTERM set
+    `stopped` (resume it).
 
     Raises:
         CorruptionError (exit code 5): by Replay; later checkpoints than the one to resume from are set aside.
@@ -142,9 +158,9 @@ def fit(
             (exact, but without virtual ranks BatchNorm's running statistics may include batches of an incomplete step).
     """
     trainer = Trainer(training, run, started=started, resume=resume, quiet=quiet)
-    with closing(trainer.metrics), signals() as caught:
+    with closing(trainer.metrics), signals(caught) as all_caught:
         try:
-            for _ in trainer.steps(caught):
+            for _ in trainer.steps(all_caught):
                 pass
             return trainer.finish()
         except Exception as error:
@@ -155,7 +171,8 @@ def fit(
                 on_all_ranks = training.job.comm.size == 1 or isinstance(failure, SHARED_ERRORS)
                 if failure.gone and on_all_ranks:
                     trainer.checkpointing.save()
-                failure.resumable = trainer.resumable
+                saved = trainer.state.last_checkpoint != NO_CHECKPOINT
+                failure.resumable = saved and run is not None and run.path.is_dir()
             raise failure  # noqa: B904 - has its cause
 
 
@@ -164,9 +181,8 @@ def build(
     comm: Comm | None = None,
     *,
     dataset: Dataset | None = None,
-    train_loader: Loader | None = None,
     start: Start | None = None,
-    shares: Sequence[int] = (),
+    shares: Shares | None = None,
 ) -> Training:
     """Builds all that a training needs; independent parts of it run at the same time. Collective; does not drain.
 
@@ -174,9 +190,9 @@ def build(
         recipe: what to train.
         comm: the ranks; one by default.
         dataset: the recipe's data set, if it was read before.
-        train_loader: the training loader, if several trainings share one.
         start: tasks of the start-up that already run, e.g. finding the other ranks.
-        shares: how many images of a batch each rank takes; empty: all the same number.
+        shares: how many images of a batch each rank takes; None: all the same number. The shares of asynchronous
+            ranks, which they take in turn, may be more or fewer than the ranks.
 
     Raises:
         InputError: if the parts do not fit each other.
@@ -187,11 +203,15 @@ def build(
         raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
     if recipe.evaluate.stale and not any(technique.renews_statistics for technique in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
-    check_share(recipe, comm.size)
+    shares = shares or Shares()
+    in_turn = is_asynchronous(recipe, comm.size) and bool(shares.images)
+    takers = len(shares.images) if in_turn else comm.size
+    if not shares.at_once:
+        check_share(recipe, takers)
     if recipe.save.upload:
         send(recipe.save.upload, {})  # a missing package is noticed now
     device_setup = _start_device_and_data(recipe, comm, start, dataset)
-    parts = recipe.parts(comm.size)
+    parts = shares.parts(comm.rank, recipe.parts(takers))
 
     def network(data: Dataset) -> nn.Module:
         """With its first weights. No other task may draw from torch's global generator meanwhile."""
@@ -200,9 +220,13 @@ def build(
 
     def loaders(data: Dataset) -> tuple[Loader, Loader]:
         load = partial(loader, data, device=device_setup.device, comm=comm, cores_shared_by=place().ranks_on_its_cores)
-        fill = recipe.last_batch == "fill"
-        train = train_loader or load("train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill)
-        test_batch = recipe.evaluate.batch or recipe.batch // parts
+        settings: dict[str, Any] = {"parts": parts, "fill": recipe.last_batch == "fill"}
+        if in_turn:
+            settings |= {"rank": comm.rank % takers, "size": takers}
+        elif shares.at_once:
+            settings |= {"at_once": shares.at_once, "shares": shares.images}
+        train = load("train", recipe.batch, seed=recipe.seed, **settings)
+        test_batch = recipe.evaluate.batch or shares.at_once * comm.size or recipe.batch // parts
         return train, load("test", test_batch + -test_batch % comm.size)
 
     # the names of a task's parameters are the tasks whose results it takes
@@ -210,7 +234,7 @@ def build(
     start.add("network", network)
     start.add("model", partial(_model, recipe=recipe, device=device_setup.device), after=("compiler",))
     start.add("loaders", loaders)
-    start.add("first batch", lambda loaders: None if train_loader else loaders[0].warm())
+    start.add("first batch", lambda loaders: loaders[0].warm())
     results = start.wait()
     tasks = start.do("agreement", lambda: run_on_all_ranks(comm, results))
     dataset, (model, outputs), (train, test) = (tasks[name] for name in ("data", "model", "loaders"))
@@ -280,12 +304,12 @@ def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.d
     return network.to(device), outputs
 
 
-def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Sequence[int]) -> None:
+def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Shares) -> None:
     """Applies the techniques that follow from the device and the ranks, and those of the recipe. Collective."""
     if is_asynchronous(recipe, job.comm.size):
-        shares = ()  # a rank takes the next part of the data when it is ready
-    derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
-    uneven = [Shares(tuple(shares))] if shares else []
+        shares = Shares()  # a rank takes the next part of the data when it is ready
+    derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares.images))
+    uneven = [shares] if shares.images else []
     own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
     job.apply(*device_setup.techniques, *own, *recipe.scaled_techniques, Timed())
 

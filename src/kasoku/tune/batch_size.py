@@ -11,7 +11,7 @@ import gc
 import math
 import statistics
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -88,7 +88,6 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         if trial is None:
             kind = SharedInputError if job.comm.rank == 0 else ReportedElsewhereError
             raise kind("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
-        stack.enter_context(closing(trial.sandbox.loader))
         if any(technique.compiles_model for technique in job.applied):
             # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
             stack.enter_context(recompile_limit(_COMPILED_FORMS))

@@ -12,7 +12,7 @@ import torch
 
 from kasoku.core import Clock, InputError
 from kasoku.core.hardware import resident_bytes
-from kasoku.distributed.environment import ranks_on_host
+from kasoku.distributed.environment import place
 
 _SHARE = 0.9  # of the free memory may be used; the rest is for other processes and for errors of the forecast
 _MESSAGES = (
@@ -73,7 +73,7 @@ class MemoryForecast:
             now = torch.cuda.memory_allocated(self.device)
             unused = torch.cuda.memory_reserved(self.device) - now
             return needed - now <= _SHARE * (free_bytes + unused)
-        free, sharing = available_bytes(), ranks_on_host() or 1  # ranks whose memory grows equally
+        free, sharing = available_bytes(), place().local_size  # ranks whose memory grows equally
         return free is None or sharing * (needed - resident_bytes()) <= _SHARE * free
 
 

@@ -14,7 +14,7 @@ from kasoku.data.loading.loader import Loader
 
 
 @dataclass(frozen=True)
-class GrowBatch(Technique, stage=Stage.DATA, changes_batch=True, in_sandbox=False):
+class GrowBatch(Technique, stage=Stage.DATA, in_sandbox=False):
     """Multiplies the batch by a schedule's value at the start of each epoch.
 
     What a device takes at once stays as it is: more parts are accumulated for an update. The rate has its own

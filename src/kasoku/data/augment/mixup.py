@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, InputError, Job, Range, Stage, Technique
+from kasoku.core.job_state import first_part
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
                         raise InputError(f"cutmix={self.cutmix}: for images (N, C, H, W), {got}: set it to 0")
                     size = (x_NCHW.shape[2], x_NCHW.shape[3]) if x_NCHW.ndim == 4 else (1, 1)
                     seed = getattr(job.plain_loader, "seed", 0) % 2**64
-                    keys = [seed, step, job.comm.rank * job.accumulate + micro]
+                    keys = [seed, step, first_part(job) + micro]
                     pairing = self.draw(np.random.Generator(np.random.PCG64(keys)), len(y_N), size)
                     x_NCHW = pairing.mixed(x_NCHW)
                     share, partners_N = pairing.share, pairing.partners(y_N)

@@ -14,8 +14,7 @@ from kasoku.core import Batch, Comm, InputError, Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, Memory
 from kasoku.data.decode.decode import read_image
-from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Skipped
-from kasoku.data.loading.file_executor import FileExecutor
+from kasoku.data.loading.executor import FileExecutor, MemoryExecutor, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 
 _EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
@@ -46,7 +45,7 @@ def loader(
     if batch < 1 or (pipeline.train and batch > pipeline.images):
         limit = f"at most {pipeline.images} images, all there are to train on" if batch > 0 else "at least 1 image"
         raise InputError(f"batch={batch}: {limit}; choose another batch")
-    if batch % pipeline.size:
+    if batch % pipeline.size and not pipeline.shares:
         raise InputError(f"batch={batch}: not a multiple of {pipeline.size} ranks, which share it; choose one that is")
     if isinstance(source, Memory):
         return Loader(pipeline, MemoryExecutor(source, pipeline.device))
@@ -91,12 +90,14 @@ class Loader:
     images: int = _of("pipeline.images")
     batch: int = _of("pipeline.batch")
     parts: int = _of("pipeline.parts")
+    at_once: int = _of("pipeline.at_once")
+    first_part: int = _of("pipeline.first_part")
     shares: tuple[int, ...] = _of("pipeline.shares")
     device: torch.device = _of("pipeline.device")
     skipped: Skipped | None = _of("executor.skipped")
     safe_batches: int = _of("executor.safe_batches")
 
-    def __init__(self, pipeline: Pipeline, executor: Executor) -> None:
+    def __init__(self, pipeline: Pipeline, executor: MemoryExecutor | FileExecutor) -> None:
         self.pipeline, self.executor = pipeline, executor
         self.epoch, self.position = 0, 0
         self.trace: Trace | None = None
@@ -133,8 +134,11 @@ class Loader:
                 at, rank = ahead.popleft() if next_share else (number, pipeline.rank)
                 number, share = number + 1, at // parts * ranks + rank
                 if vary:
+                    first = share * parts
+                    if pipeline.at_once:
+                        first = at // parts * (batch // pipeline.at_once) + pipeline.first_part
                     with self.trace.span("transforms") if self.trace else nullcontext():
-                        images_NHWC = vary(images_NHWC, index_N, epoch, share * parts + at % parts)
+                        images_NHWC = vary(images_NHWC, index_N, epoch, first + at % parts)
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
                 if next_share:
@@ -201,11 +205,6 @@ class Loader:
 
         return undo
 
-    def _copy(self, pipeline: Pipeline, executor: Executor) -> Loader:
-        twin = Loader(pipeline, executor)
-        twin.epoch, twin.position, twin.trace = self.epoch, self.position, self.trace
-        return twin
-
     def survey(self, images: int = 0) -> Loader:
         """A loader of the first `images` training images (0: all) in order, each once, unvaried, for statistics.
 
@@ -214,34 +213,26 @@ class Loader:
         pipeline = self.pipeline.with_(
             shuffled=False,
             images=min(images or self.images, self.images),
-            batch=self.batch // self.parts,
+            batch=self.at_once * self.size or self.batch // self.parts,
             shares=(),
             parts=1,
+            at_once=0,
             fill=False,
             min_last=2 * self.pipeline.size,  # no rank is left with one image, which has no variance
         )
-        survey = Loader(pipeline, self.executor.unshared)
+        survey = Loader(pipeline, self.executor)
         survey.trace = self.trace
         return survey
 
-    def members(self, count: int) -> list[Loader]:
-        """Loaders that give the same batches; each batch is decoded once while they keep step."""
-        shared = SharedExecutor(self.executor)
-        return [self._copy(self.pipeline, shared) for _ in range(count)]
-
     def sandbox(self) -> Loader:
-        """The same images in the same order, read without a trace in this loader; to be closed."""
-        return self._copy(self.pipeline.with_(shares=()), self.executor.unshared.fork())
-
-    # ---- workers
+        """The same images in the same order, read without a trace in this loader."""
+        twin = Loader(self.pipeline.with_(shares=(), at_once=0), self.executor.fork())
+        twin.epoch, twin.position, twin.trace = self.epoch, self.position, self.trace
+        return twin
 
     def warm(self) -> None:
         """Reads the images of the next batch before anyone iterates; changes no batch."""
         self.executor.warm(self.pipeline, self.epoch, self.position)
-
-    def close(self) -> None:
-        """Ends the threads that decode for its `members`; others end with each iteration."""
-        self.executor.close()
 
 
 def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torch.Tensor:

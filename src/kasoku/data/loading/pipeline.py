@@ -31,6 +31,7 @@ class Pipeline(Checked):
         shares: images of a batch that each rank takes, in rank order; empty: as many each.
         parts: in how many parts a training batch is handed out, one after the other (accumulation, virtual ranks);
             a loader's `position` and len() count parts.
+        at_once: images of a part, where ranks have unequally many parts; 0: all have equally many.
         fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
         min_last: where images come in order, fewer than this that are left at the end join the batch before.
         decoder: cpu, or nvjpeg: see `Decoding`.
@@ -56,6 +57,7 @@ class Pipeline(Checked):
     size: int = 1
     shares: tuple[int, ...] = ()
     parts: int = 1
+    at_once: int = 0
     fill: bool = False
     min_last: int = 1
 
@@ -114,6 +116,13 @@ class Pipeline(Checked):
     def own_batch(self) -> int:
         """Images of a training batch that this rank takes."""
         return self.batch * self.shares[self.rank] // sum(self.shares) if self.shares else self.batch // self.size
+
+    @property
+    def first_part(self) -> int:
+        """The number of this rank's first part among the parts that all ranks take of a batch."""
+        if not self.at_once:
+            return self.rank * self.parts
+        return self.batch * sum(self.shares[: self.rank]) // (sum(self.shares) * self.at_once)
 
     def __len__(self) -> int:
         """Batches in a whole epoch; parts of batches where they are handed out so."""

@@ -52,6 +52,8 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
 
     Args:
         images: of a batch, for each rank in rank order, each at least 1; `by_speed` gives them.
+        at_once: the images of a part, 0 or more; a rank takes as many parts as its share has, one after the other. 0:
+            all ranks take equally many parts.
 
     Saves: the time that fast ranks wait for slow ones.
     Costs: BatchNorm's groups are as large as each rank's share, unless shares are multiples of norm_batch.
@@ -61,6 +63,11 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
     """
 
     images: Annotated[tuple[int, ...], Range("the images of each rank", at_least=1)] = ()
+    at_once: Annotated[int, Range("0 for equally many parts", at_least=0)] = 0
+
+    def parts(self, rank: int, equal: int) -> int:
+        """The parts that a rank takes of a batch, if they would be `equal` on all ranks."""
+        return self.images[rank] // self.at_once if self.at_once else equal
 
     def apply(self, job: Job) -> None:
         """Has the loader share its batches so, and weighs the loss. Raises InputError where they do not fit the job."""
@@ -68,13 +75,17 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
             return
         plain: Loader = own_loader(job, self)
         ranks, parts = job.comm.size, plain.parts
-        if len(self.images) != ranks or sum(self.images) != plain.batch or any(n % parts for n in self.images):
+        unit = self.at_once or parts
+        if len(self.images) != ranks or sum(self.images) != plain.batch or any(n % unit for n in self.images):
             got = f"images={self.images} for {ranks} ranks, batch={plain.batch} in {parts} parts"
             raise InputError(f"Shares: {got}: a multiple of the parts for each rank, that add up to the batch")
         plain_loss = job.loss
+        exact = any(technique.sums_exactly for technique in job.applied)  # it counts the parts itself
 
         def loss(outputs: Any, y_N: Tensor) -> Tensor:
-            return plain_loss(outputs, y_N) * (len(y_N) * ranks * plain.parts / plain.batch)
+            value = plain_loss(outputs, y_N)
+            weighted = value * (len(y_N) * ranks * plain.parts / plain.batch)
+            return weighted.detach() + (value - value.detach()) if exact else weighted
 
-        job.configure_loader(shares=self.images)
+        job.configure_loader(shares=self.images, at_once=self.at_once)
         job.patch(job, "loss", loss)

@@ -288,13 +288,9 @@ def _named(bad: list[str]) -> str:
 
 
 def _baseline(data: bytes) -> bool:
-    """Whether these bytes are a baseline JPEG file, by the frame header before the first scan."""
-    at = 2
-    while data[:2] == b"\xff\xd8" and at + 4 <= len(data) and data[at] == 0xFF:
-        kind = data[at + 1]
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # DHT, JPG and DAC are no frame headers
-            return kind == 0xC0
-        at += 1 if kind == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    """Whether these bytes are a JPEG file that is not progressive."""
+    with suppress(Exception), Image.open(io.BytesIO(data), formats=("JPEG",)) as opened:  # other bytes raise anything
+        return "progressive" not in opened.info
     return False
 
 

@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
 from kasoku.core.errors import InputError, one_line, say, without_password
-from kasoku.core.files import open_regular, scan
+from kasoku.core.files import open_regular
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.cache import Pieces, cache_folder
 
@@ -84,14 +86,22 @@ class Store:
         self.pieces = Pieces(cache_folder(cache) / f"pieces-{digest}", cache_bytes, self.shown)
 
     def look(self, folder: str) -> Names:
-        """The folders and the files in a folder below the root ("" for the root), sorted, without hidden ones."""
+        """The folders and the files in a folder below the root ("" for the root), sorted, without hidden ones.
+
+        Links count as what they lead to.
+        """
         if self._far:
             folders, infos = self._far.look(folder)
             self.states |= {path: _state(info) for path, info in infos.items() if info.get("size") is not None}
             return folders, sorted(path.rpartition("/")[2] for path in infos)
-        path = below(self.shown, folder)
+        path, folders, files, others = below(self.shown, folder), list[str](), list[str](), list[str]()
         try:
-            folders, files, others = scan(path)
+            with os.scandir(path) as entries:
+                for entry in sorted((e for e in entries if not e.name.startswith(".")), key=attrgetter("name")):
+                    kind = others
+                    with suppress(OSError):  # a link to itself
+                        kind = folders if entry.is_dir() else files if entry.is_file() else others
+                    kind.append(entry.name)
         except OSError as error:
             _refuse(error)
         others = [name for name in others if name.lower().endswith((".tar", *SUFFIXES))]

@@ -4,18 +4,16 @@ Note: an exchange. Each rank steps its own copy with its own optimizer. It sends
 shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
 the next step (transport.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
 
-Note: dead ranks. Where ranks go on without a dead one (distributed/liveness.py, Note: two policies), each updates its
-own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are divided among
-the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums, synchronous steps)
-would wait for it. A node dies with each of its ranks.
+Note: dead ranks. The death of a rank ends the exchanges of all. Under `kasoku train` the ranks that are left form a new
+group, and go on from the mean of their copies of the weights (training/elastic.py).
 
-Note: joining ranks. The other ranks call `close()`, and form a new group and new jobs with the joining rank. It gets
-rank 0's weights from `apply`, and may load rank 0's `state_dict` (tests/distributed/test_joining.py).
+Note: joining ranks. `kasoku train` takes them in at a sync point. In a loop of the user's own the other ranks call
+`close()`, and form a new group and new jobs with the joining rank. It gets rank 0's weights from `apply`, and may load
+rank 0's `state_dict` (tests/distributed/test_joining.py).
 """
 
-import socket
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -23,9 +21,15 @@ import torch
 
 from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
+from kasoku.distributed.async_sgd.parameter_server import (
+    CLOCK,
+    RESTS,
+    SHARE,
+    SharedWeights,
+    copy_buffers,
+    means_over,
+)
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.async_sgd.survivors import Table, copy_buffers, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
@@ -33,6 +37,7 @@ from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.overlap import Overlap, SingleRank
+from kasoku.distributed.environment import nodes_of
 
 _REFUSED = {"moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"}
 
@@ -69,7 +74,7 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
     Costs: memory on each rank, 20 bytes a parameter (16 without prediction, which is on the model's
         device). An owner also keeps its shard of the weights, two buffers as large as its
         largest piece for each other rank, and with bf16 or int8 a copy of its shard for each rank. The
-        prediction takes two passes over the parameters a step. About four threads for each other rank. Updates are
+        prediction takes two passes over the parameters a step. About two threads for each other rank. Updates are
         stale, and no two runs are alike; a resumed run has rank 0's optimizer state on all ranks, so it is only
         statistically the same.
     Maths: W += u / workers for each worker's update u, computed on a W that lacks the other workers' latest updates.
@@ -121,20 +126,10 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
 
 
 def _ranks_of_node(comm: Comm, size: int, beside: str) -> Comm:
-    """The ranks of this one's node: `size` consecutive ones, or with 0 those of its host. Collective.
-
-    Raises InputError for nodes of unequal size. `beside`: the technique that averages gradients in a node.
-    """
-    if comm.size % max(1, size):
-        raise InputError(f"node={size}: {comm.size} ranks cannot be divided into such nodes; give a divisor of them")
-    nodes: defaultdict[object, list[int]] = defaultdict(list)
-    for rank, host in enumerate(comm.gather_objects(socket.gethostname())):
-        nodes[rank // size if size else host].append(rank)
-    if len({*map(len, nodes.values())}) > 1:
-        got = f"Asynchronous beside {beside}: hosts of {[*map(len, nodes.values())]} ranks"
-        raise InputError(f"{got}; start as many on each, or give node, a divisor of all these numbers")
+    """The ranks of this one's node, as `nodes_of`. `beside`: the technique that averages gradients in a node."""
+    nodes = nodes_of(comm, size, f"Asynchronous beside {beside}")
     if len(nodes) > 1:
-        own = comm.sub([*nodes.values()])
+        own = comm.sub(nodes)
         return own if own.size > 1 else Solo(comm.clock)
     if comm.rank == 0:
         say(f"Asynchronous: all ranks share a host, so that {beside} has them all step together; node=... divides them")
@@ -145,7 +140,7 @@ class Exchange:
     """The exchanges of one job.
 
     Attributes: `staleness`: the number of all ranks' updates by staleness, up to the last sync point; `step`: steps
-        since then; `batches_dealt`: batches that were dealt before it; `dead`: the reason of each rank's death.
+        since then; `batches_dealt`: batches that were dealt before it.
     """
 
     def __init__(self, job: Job, settings: Asynchronous) -> None:
@@ -153,14 +148,13 @@ class Exchange:
         self.comm = job.comm.channel(patient=True)
         self.node = job.step_comm.channel()
         leaders = job.comm.gather_objects(self.node.broadcast_object(job.comm.rank))
-        self._units = LayerIndex(job.model)
-        for name, p in self._units.named:
+        units = LayerIndex(job.model)
+        for name, p in units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         in_turn = not self.comm.thread_safe  # ranks in one process
-        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, leaders)
-        self.dead: dict[int, str] = self.transport.dead
-        self.weights = self._divide(dict(enumerate(leaders)))
+        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm)
+        self.weights = self._divide(leaders, units)
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self.staleness: Counter[int] = Counter()
         self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
@@ -173,15 +167,17 @@ class Exchange:
         hook = model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None)
         job.on_close(hook.remove)
 
-    def _divide(self, leaders: Mapping[int, int]) -> SharedWeights:
+    def _divide(self, leaders: Sequence[int], units: LayerIndex) -> SharedWeights:
         """Divides the weights, equal on all ranks, among the workers. `leaders`: the worker of each rank."""
-        settings, named = self.settings, self._units.named
-        groups = [[named[i][1] for i in group] for group in settings.buckets.plan(self._units.tensors).buckets]
+        settings = self.settings
+        groups = [[units.named[i][1] for i in group] for group in settings.buckets.plan(units.tensors).buckets]
         codec, ahead = CODECS[settings.wire], settings.ahead
         blocking = not settings.hidden and not ahead
-        workers = sorted({*leaders.values()})
+        workers = sorted({*leaders})
         copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
-        weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness)
+        size = getattr(self.job.plain_loader, "size", self.comm.size)  # ranks may be fewer or more than shares
+        shares = len(workers) if size == self.comm.size else size // self.node.size
+        weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness, shares)
         self.transport.set_server(weights.server)
         return weights
 
@@ -199,8 +195,6 @@ class Exchange:
 
     def change_phase(self) -> None:
         """Switches between asynchronous and synchronous steps; collective: all ranks do so at the same epoch."""
-        if self.dead:
-            raise InputError(f"ranks {sorted(self.dead)} are dead: synchronous steps need all ranks (finish=0)")
         self.drain()
         self.sync_phases.switch()
 
@@ -236,11 +230,9 @@ class Exchange:
                 self._ask_first_owner(CLOCK, clock)
 
     def _ask_first_owner(self, *head: int) -> int:
-        """The reply of the owner that deals the data and keeps the clocks; -1 if it is dead."""
+        """The reply of the owner that deals the data and keeps the clocks."""
         none = torch.zeros(0)
-        reply = self.transport.ask(self.weights.workers[0], head, none, none)
-        # raised, the error would keep the callers' tensors alive
-        return -1 if reply.exception() else int(reply.result()[0])
+        return int(self.transport.ask(self.weights.workers[0], head, none, none).result()[0])
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -269,8 +261,8 @@ class Exchange:
         """A sync point: finishes all exchanges, gives all ranks equal weights and ends all threads."""
         model, weights = self.job.model, self.weights
         if self.sync_phases.active:
-            copy_buffers(model, mean_buffers(model, Table(self.comm)))
-            self.weights.begin()
+            copy_buffers(model, means_over(model.buffers(), self.comm))
+            weights.begin()
             self.step = 0
             return
         self._start()
@@ -282,18 +274,16 @@ class Exchange:
                 weights.receive(group, self.job.trace)
         self._send_clock(RESTS)
         self.transport.finish_requests()
-        result = self.transport.at_sync_point(lambda x: weights.sums(x, model, self.step))
+        result = weights.sums(self.comm, model, self.step)
         self.staleness += result.staleness  # keeps those above 0
         self.batches_dealt = result.batches_dealt
         for group in weights.groups:
             group.current.store()
         copy_buffers(model, result.means)
         self.transport.stop()
-        if len(result.living) < len(weights.leaders):
-            self.weights = self._divide({rank: weights.leaders[rank] for rank in result.living})
-        self.weights.begin()
+        weights.begin()
         self.step = 0
-        self._started, self._entered, self.weights.server.dealt, self._shares = False, False, None, 0
+        self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
         if result.steps:
             self.job.run_hooks("at_sync_point", result.steps)
 

@@ -6,7 +6,7 @@ updates by other workers that were added to the same shard since. The worker's o
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,27 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm, Trace
-from kasoku.distributed.async_sgd.peers import Reply
+from kasoku.distributed.async_sgd.messages import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
-from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
 from kasoku.distributed.async_sgd.worker import WorkerGroup
 
 Head = Sequence[int]  # of a request or a reply: a request's kind, and up to three more numbers
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of requests
-RESTS = 2**62  # the clock of a worker that has ended or died: no bound waits for it
+RESTS = 2**62  # the clock of a worker that has ended: no bound waits for it
 _STRETCH = 1 << 16  # elements: 256 KiB
 
 
 class ParameterShard:
-    """The owned part, of n elements, of one group of parameters; `workers` send its updates.
+    """The owned part, of n elements, of one group of parameters; `workers` send updates, of which it adds `share`.
 
     Attributes: `weights`: the authoritative values. `staleness`: the number of updates since `begin` by staleness.
     """
 
-    def __init__(self, n: int, workers: Sequence[int], codec: Codec) -> None:
+    def __init__(self, n: int, workers: Sequence[int], codec: Codec, share: float) -> None:
         self.weights = torch.zeros(n)
         self.codec = codec
-        self._workers, self._share = workers, 1 / len(workers)
+        self._workers, self._share = workers, share
         self._lock = threading.Lock()
         self._decoded = torch.zeros(0 if codec.exact else n)  # an update, then the reply
 
@@ -76,29 +75,26 @@ class ParameterServer:
     """Answers the requests of all ranks: has the owned shards and, on the first owner, the clocks and data shares.
 
     `shards`: one for each group, or None where this rank owns nothing of it. `leaders`: the worker of each
-    rank. `ahead`: how many steps a worker may be ahead of the slowest one; None: any number.
+    rank. `ahead`: how many steps a worker may be ahead of the slowest one; None: any number. `shares`: of a batch.
 
     Note: shares. The ranks of a node look ahead for shares by different numbers of batches. So each asks by number for
     the next share of its node; the first one that asks has it dealt, the others get the same.
     """
 
-    def __init__(self, shards: Sequence[ParameterShard | None], leaders: Mapping[int, int], ahead: int | None) -> None:
-        self.shards, self.leaders, self._ahead = shards, leaders, ahead
+    def __init__(
+        self, shards: Sequence[ParameterShard | None], leaders: Sequence[int], ahead: int | None, shares: int
+    ) -> None:
+        self.shards, self.leaders, self._ahead, self.shares = shards, leaders, ahead, shares
         self._lock = threading.Lock()
         self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: not set yet
-        self.clocks = dict.fromkeys(leaders.values(), 0)
+        self.clocks = dict.fromkeys(leaders, 0)
         self._shares: dict[int, list[int]] = {}  # by worker
 
     def deal(self, first: int, end: int) -> None:
-        """Starts to deal these batches, of which each worker takes a share, unless it has begun."""
+        """Starts to deal these batches, in shares, unless it has begun."""
         if self.dealt is None:
             self._shares = {worker: [] for worker in self.clocks}
-            self.dealt = (first * len(self.clocks), end * len(self.clocks))
-
-    def rank_died(self, rank: int) -> None:
-        """Takes a dead worker out of the bound on clocks."""
-        if rank in self.clocks:
-            self.clocks[rank] = RESTS
+            self.dealt = (first * self.shares, end * self.shares)
 
     def size(self, head: Head) -> tuple[int, torch.dtype]:
         """Elements and type of an update, which are the reply's too; requests of other kinds have no body."""
@@ -124,7 +120,7 @@ class ParameterServer:
         with self._lock:  # a share, or -1 at the sync point
             (share, end), shares = self.dealt or (0, 0), self._shares[self.leaders[rank]]
             if head[1]:  # the shares end with the current batch
-                end = min(end, -(-share // len(self.clocks)) * len(self.clocks))
+                end = min(end, -(-share // self.shares) * self.shares)
             if head[2] == len(shares):
                 shares.append(share if share < end else -1)
                 share = min(end, share + 1)
@@ -139,7 +135,6 @@ class SyncResult(NamedTuple):
     batches_dealt: int
     steps: float
     means: list[Tensor]
-    living: list[int]
 
 
 @dataclass(eq=False)
@@ -149,22 +144,24 @@ class SharedWeights:
     `leaders`: the worker of each rank: the first one of its node. `node`: the ranks of this one's node.
     They have equal weights, groups and predictions: each computes the update, the worker alone sends it, and all read
     its replies. `max_staleness`: how many steps a worker may be ahead of the slowest one; None: any number.
-    `server`: of the shards that this rank owns.
+    `shares`: in how many parts the workers take a batch, and the divisor of their updates. `server`: of the shards that
+    this rank owns.
     """
 
     groups: Sequence[WorkerGroup]
-    leaders: Mapping[int, int]
+    leaders: Sequence[int]
     rank: int
     node: Comm
     max_staleness: int | None
+    shares: int
 
     def __post_init__(self) -> None:
-        self.workers = sorted({*self.leaders.values()})
-        self._share = 1 / len(self.workers)  # of each worker's update that is added
+        self.workers = sorted({*self.leaders})
+        self._share = share = 1 / self.shares  # of each worker's update that is added
         codec = self.groups[0].codec
         owned = [group.pieces.get(self.rank) for group in self.groups]
-        shards = [ParameterShard(x.stop - x.start, self.workers, codec) if x else None for x in owned]
-        self.server = ParameterServer(shards, self.leaders, self.max_staleness)
+        shards = [ParameterShard(x.stop - x.start, self.workers, codec, share) if x else None for x in owned]
+        self.server = ParameterServer(shards, self.leaders, self.max_staleness, self.shares)
         self.begin()
 
     @torch.no_grad()
@@ -211,33 +208,49 @@ class SharedWeights:
             return
         replies = group.pending.values() if self.rank in self.workers else ()
         with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
-            read = [-1 if reply.exception() else int(reply.result()[0]) for reply in replies]
+            read = [int(reply.result()[0]) for reply in replies]
             versions = _copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
             _copy_from_first(self.node, group.reply)
-        for owner, version in zip(group.pending, versions.tolist(), strict=True):
-            if version < 0:  # lost, and all other owners have replied
-                group.drop_owner(owner)
-            else:
-                group.version_read[owner] = version
+        group.version_read.update(zip(group.pending, versions.tolist(), strict=True))
         group.pending.clear()
         group.read_reply()
 
-    def sums(self, table: Table, model: nn.Module, step: int) -> SyncResult:
-        """Sums the parts of all ranks of the table; `step`: this rank's steps since the last sync point. Collective."""
+    def sums(self, comm: Comm, model: nn.Module, step: int) -> SyncResult:
+        """Sums the parts of all ranks of the comm; collective. `step`: this rank's steps since the last sync point."""
         works, server = self.rank in self.workers, self.server
-        workers = sum(rank in table.ranks for rank in self.workers)
         for group, shard in zip(self.groups, server.shards, strict=True):
-            owned = {self.rank: shard.weights} if shard else {}
-            table.all_reduce(group.contribution(owned, table.ranks, workers if works else 0))
+            comm.all_reduce(group.contribution(self.rank, shard.weights if shard else None)).wait()
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] // len(self.workers) if server.dealt and self.rank == self.workers[0] else 0
+        dealt = server.dealt[0] // self.shares if server.dealt and self.rank == self.workers[0] else 0
         largest = torch.tensor([max(staleness, default=0), dealt])
-        table.all_reduce(largest, op="max")
+        comm.all_reduce(largest, op="max").wait()
         counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
-        table.all_reduce(counts)
+        comm.all_reduce(counts).wait()
         steps, *updates = counts.tolist()
         staleness = Counter(dict(enumerate(updates)))
-        return SyncResult(staleness, int(largest[1]), steps / workers, mean_buffers(model, table), table.ranks)
+        means = means_over(model.buffers(), comm)
+        return SyncResult(staleness, int(largest[1]), steps / len(self.workers), means)
+
+
+def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = ()) -> list[Tensor]:
+    """Each floating-point tensor's mean over the ranks; of other tensors the largest values. Collective.
+
+    `held`: for each rank, whether its tensors count; empty: all do.
+    """
+    mine_count, n = not held or bool(held[comm.rank]), sum(map(bool, held)) or comm.size
+    means = []
+    for x in tensors:
+        floating = x.is_floating_point()
+        mine = x.detach().to("cpu", torch.float32 if floating else torch.int64, copy=True).reshape(-1) * mine_count
+        comm.all_reduce(mine, op="sum" if floating else "max").wait()
+        means.append((mine / n if floating else mine).view_as(x))
+    return means
+
+
+def copy_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
+    """Gives the model's buffers these values."""
+    for x, value in zip(model.buffers(), values, strict=True):
+        x.copy_(value)
 
 
 def _copy_from_first(node: Comm, x: Tensor) -> Tensor:

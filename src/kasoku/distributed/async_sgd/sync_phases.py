@@ -21,6 +21,7 @@ class SyncPhases:
 
     def __init__(self, job: Job, buckets: Policy, warmup: float, finish: float) -> None:
         self._job, self.bounds, self.active, self._own = job, (warmup, finish), False, job.step_comm
+        self._whole = getattr(job.plain_loader, "size", job.comm.size) == job.comm.size
         if warmup or finish:
             skips = any(t.skips_unused for t in job.applied)
             settings = Overlap(buckets, next_forward=False, unused="skip" if skips else "refuse")
@@ -38,9 +39,9 @@ class SyncPhases:
 
     @property
     def due(self) -> bool:
-        """Whether the next step is synchronous."""
+        """Whether the next step is synchronous; none is where there are not as many ranks as shares of a batch."""
         (warmup, finish), epochs = self.bounds, self._job.progress + 1e-9
-        return epochs < warmup or 0 < finish <= epochs
+        return self._whole and (epochs < warmup or 0 < finish <= epochs)
 
     def switch(self) -> None:
         """Makes the next step synchronous, or asynchronous again; collective."""

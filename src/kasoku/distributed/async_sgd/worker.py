@@ -1,11 +1,11 @@
 """A worker's copy of one group of parameters, divided into pieces, one for each owner."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kasoku.distributed.async_sgd.peers import Reply
+from kasoku.distributed.async_sgd.messages import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
 
 _MOST_LOCAL_STEPS = 16  # between two exchanges, however long an exchange takes
@@ -95,7 +95,6 @@ class WorkerGroup:
         request, reply: buffers of messages.
         residual: the rounding error of the last update, which is sent with the next one.
         slots: for each owner, the slice of its piece in `request` and `reply`.
-        orphans: pieces whose owner is dead; this worker updates its own copy of them until the next sync point.
         version_used, version_read: for each owner, the version of the weights that the next update is computed on, and
             of those that were read last.
         sent_at: the worker's step at the last request.
@@ -104,7 +103,7 @@ class WorkerGroup:
     def __init__(
         self, params: Sequence[Tensor], owners: Sequence[int], codec: Codec, *, blocking: bool, ahead: float = 0.0
     ) -> None:
-        self.params, self._blocking, self.codec = params, blocking, codec
+        self.params, self.owners, self._blocking, self.codec = params, owners, blocking, codec
         self.current, self.base = FlatViews(params), FlatViews(params)
         self.prediction = Prediction(params, ahead)
         n = len(self.base.flat)
@@ -122,7 +121,6 @@ class WorkerGroup:
                 self.slots[owner] = slice(start, end)
             self.request, self.reply = (torch.zeros(end, dtype=codec.dtype) for _ in range(2))
         self.pending: dict[int, Reply] = {}
-        self.orphans: list[slice] = []
 
     def begin(self) -> None:
         """Takes the parameters as the last known weights."""
@@ -141,34 +139,15 @@ class WorkerGroup:
     def _by_parameter(self) -> bool:
         """Whether parameters can be processed one by one, without a flat copy."""
         here = self.params[0].device == self.base.flat.device
-        return here and not (len(self.residual) or self.orphans)
+        return here and not len(self.residual)
 
-    def drop_owner(self, owner: int) -> None:
-        """Goes on without a dead owner, whose last reply may still arrive in its buffer."""
-        piece = self.pieces.pop(owner)
-        self.slots.pop(owner, None)  # with fp32 it is `pieces`
-        self.reply = self.reply.clone()
-        if self._blocking and self.codec.exact:  # the last update is in the parameters alone
-            self.base.flat[piece] = self.current.load()[piece]
-        self.orphans.append(piece)
-
-    def contribution(self, owned: Mapping[int, Tensor], living: Sequence[int], workers: int) -> Tensor:
-        """This rank's summand of the weights: its owned piece, its rounding errors and its share of the dead's pieces.
-
-        A dead rank's piece becomes the mean of the workers' copies, as each worker has updated its own. `owned`: this
-        rank's piece, by its rank, if any; `living`: the ranks at the sync point; `workers`: how many of them are
-        workers; 0 if this rank is none.
-        """
-        for owner in [rank for rank in self.pieces if rank not in living]:
-            self.drop_owner(owner)
-        self.current = FlatViews(self.params)  # late messages of a failed attempt are written to the old one
-        whole = self.current.flat
-        if workers and len(self.residual):
+    def contribution(self, rank: int, owned: Tensor | None) -> Tensor:
+        """This rank's summand of the weights: the piece that it owns, if any, and a worker's rounding errors."""
+        whole = self.current.flat.zero_()
+        if rank in self.owners and len(self.residual):
             whole += self.residual
-        for piece in self.orphans if workers else ():
-            whole[piece] = (whole[piece] + self.base.flat[piece]) / workers
-        for rank, weights in owned.items():
-            whole[self.pieces[rank]] += weights
+        if owned is not None:
+            whole[self.pieces[rank]] += owned
         return whole
 
     def write_request(self, share: float) -> None:
@@ -190,8 +169,6 @@ class WorkerGroup:
         if not len(self.residual):
             self.request.copy_(update)
         update.mul_(share)
-        for piece in self.orphans:
-            update[piece] /= share
         if len(self.residual):
             self.residual.copy_(update.add_(self.residual))
             for owner, piece in self.pieces.items():
@@ -224,8 +201,6 @@ class WorkerGroup:
         base, reply, predicted = self.base.flat, self.reply, self.prediction.flat
         update = None if self._blocking else self.current.load().sub_(base)  # since the last one was sent
         if self.codec.exact:
-            for piece in self.orphans:
-                reply[piece] = base[piece]
             if len(predicted):
                 predicted.copy_(reply - base)
             base.copy_(reply)
@@ -233,8 +208,6 @@ class WorkerGroup:
             whole = torch.empty_like(base) if update is not None else self.current.flat
             if len(predicted):  # on this device it is written in place
                 whole = predicted.to(base.device)
-            for piece in self.orphans:
-                whole[piece] = 0.0
             for owner, piece in self.pieces.items():
                 self.codec.unpack(reply[self.slots[owner]], whole[piece])
             base.add_(whole)

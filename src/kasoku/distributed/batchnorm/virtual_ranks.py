@@ -11,6 +11,7 @@ from torch import Tensor
 from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.distributed.batchnorm.grouped import Steer, norms
 
+_ONE = 2.0**32  # in exact sums
 _REFUSED = {"captures_graph": "a graph runs no Python that could group the images; leave Graphs out, or norm_batch"}
 
 
@@ -70,11 +71,11 @@ class VirtualRanks(Technique, stage=Stage.COMM, refuses=_REFUSED, groups_span_ra
         if batch % group:
             nearest = batch - batch % group or group
             raise InputError(f"batch={batch}: not a multiple of norm_batch={group}; {nearest} would be")
-        shares = getattr(job.plain_loader, "shares", ())
-        if any(n % (parts * group) for n in shares):
+        shares, at_once = (getattr(job.plain_loader, name, ()) for name in ("shares", "at_once"))
+        if any(n % (group if at_once else parts * group) for n in shares):
             given = f"norm_batch={group}: ranks take {shares} images in {parts} parts"
             raise InputError(f"{given}: each part must be a multiple of norm_batch")
-        once = batch // (parts * job.comm.size)
+        once = at_once or batch // (parts * job.comm.size)
         part = f"norm_batch={group}: with accumulate={parts} a part of the batch has {once} images on a device"
         if once > group and once % group:
             raise InputError(f"{part}, not a multiple of norm_batch: change accumulate")
@@ -94,6 +95,9 @@ class _RunningStatistics:
 
     Note: few kernel launches. Forward only collects the statistics of groups; they are added together when the model's
     forward has ended. All norms are also updated together, in about twenty launches whatever their number.
+
+    Note: exact sums. Beside a technique that `sums_exactly` each addend is rounded to a multiple of 2^-32, as an
+    integer, so the order of the groups and their spread over ranks change no bit.
     """
 
     def __init__(self, job: Job, average: float, norm_batch: int) -> None:
@@ -106,12 +110,13 @@ class _RunningStatistics:
         self.noted: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each norm, the groups of this forward
         self.groups, self.values = [0] * modules, [0] * modules  # of each norm, since the last update
         exact = torch.promote_types(self.means[0].dtype, torch.float32)
-        self.flat = self.means[0].new_zeros(2 * channels, dtype=exact)
+        self.rounds = any(technique.sums_exactly for technique in job.applied)
+        self.flat = self.means[0].new_zeros(2 * channels, dtype=torch.int64 if self.rounds else exact)
         self.first, self.second = torch.split(self.flat, channels)
         sizes = torch.tensor(self.sizes, device=self.flat.device)
         self.owner = torch.arange(modules, device=self.flat.device).repeat_interleave(sizes)  # the norm of each channel
         self.momenta: list[float | None] = []  # the weight of the newest statistics for each norm
-        self.share = self.flat  # the same on the device
+        self.share = self.means[0].new_zeros(0, dtype=exact)  # the same on the device
 
     def take(self, i: int, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
         """Notes a group's statistics in norm i, with n values a channel."""
@@ -129,6 +134,8 @@ class _RunningStatistics:
             some = {i: statistics[group] for i, statistics in self.noted.items() if group < len(statistics)}
             off = torch._foreach_sub([mean for mean, _ in some.values()], [self.means[i] for i in some])
             squares = torch._foreach_addcmul([variance for _, variance in some.values()], off, off)
+            if self.rounds:
+                off, squares = (tuple((x.double() * _ONE).round().long() for x in sums) for sums in (off, squares))
             torch._foreach_add_([first[i] for i in some], off)
             torch._foreach_add_([second[i] for i in some], squares)
         self.noted.clear()
@@ -146,14 +153,15 @@ class _RunningStatistics:
             raise InputError(f"{early}: {every}, each loss divided by that")
         counted = [self.norms[i].num_batches_tracked for i, n in enumerate(self.groups) if n]
         torch._foreach_add_([c for c in counted if c is not None], 1)
-        counts = self.flat.new_tensor([self.groups, self.values])
+        counts = self.share.new_tensor([self.groups, self.values])
         works = [job.step_comm.all_reduce(x) for x in (self.flat, counts)]
         with job.trace.span("wait", "statistics"):
             for work in works:
                 work.wait()
         groups, values = counts[:, self.owner]
-        off = self.first / groups.clamp(min=1)
-        variance = self.second / groups.clamp(min=1) - off * off
+        first, second = ((x.double() / _ONE).to(self.share) if self.rounds else x for x in (self.first, self.second))
+        off = first / groups.clamp(min=1)
+        variance = second / groups.clamp(min=1) - off * off
         variance *= values / (values - 1).clamp(min=1)  # torch's running variance is the unbiased one
         updates = len(job.loader) / job.accumulate  # type: ignore[arg-type]
         fixed = momentum(self.average, updates) if self.average else None
@@ -163,7 +171,7 @@ class _RunningStatistics:
                 counted_here = norm.num_batches_tracked
                 momenta[i] = 1 / max(1.0, float(counted_here)) if counted_here is not None else 1.0
         if momenta != self.momenta:  # they are sent to the device only when they change
-            self.momenta, self.share = momenta, self.flat.new_tensor(momenta)
+            self.momenta, self.share = momenta, self.share.new_tensor(momenta)
         share = self._by_norm(self.share[self.owner] * (groups > 0))
         torch._foreach_addcmul_(self.means, self._by_norm(off), share)
         torch._foreach_lerp_(self.variances, self._by_norm(variance), share)

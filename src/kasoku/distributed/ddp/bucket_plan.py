@@ -242,16 +242,8 @@ def cut(buckets: Sequence[Sequence[int]], tensors: Sequence[Sized], chunk_bytes:
     return result
 
 
-def table(
-    plan: BucketPlan,
-    tensors: Sequence[Sized],
-    forecast: Forecast | None = None,
-    link: LinkModel | None = None,
-    *,
-    next_forward: bool = False,
-    what: str = "gradients",
-) -> str:
-    """The plan as lines of text: its buckets in the order they are sent, and what is expected of it."""
+def table(plan: BucketPlan, tensors: Sequence[Sized], *, what: str = "gradients") -> str:
+    """The plan as lines of text: its buckets in the order they are sent."""
     lines = [f"{what} in {len(plan.buckets)} buckets, {len(plan.order)} chunks ({plan.policy}), in this order:"]
     for bucket, run in itertools.groupby(plan.order, key=lambda chunk: chunk.bucket):
         chunks = list(run)
@@ -260,18 +252,6 @@ def table(
         parts = f" in {len(chunks)} chunks" if len(chunks) > 1 else ""
         first, last = tensors[min(members)].name, tensors[max(members)].name
         lines.append(f"  bucket {bucket}: {size / MIB:.2f} MiB{parts} of {len(members)} tensors, {first} to {last}")
-    if forecast is not None:
-        until = "the next forward needs them" if next_forward else "the step ends"
-        step, exposed, bound, computing, sending = (
-            f"{1e3 * s:.1f} ms"
-            for s in (forecast.step_s, forecast.exposed_s, forecast.bound_s, forecast.compute_s, forecast.link_s)
-        )
-        lines.append(f"  waited for when {until}; expected: {step} a step, {exposed} of it exposed communication")
-        lines.append(f"  no plan can be faster than {bound} (computing {computing}, communicating {sending})")
-    if link is not None:
-        alone = f"{1e3 * link.latency_s:.2f} ms and {link.bytes_per_s / 1e6:.1f} MB/s an all-reduce"
-        beside = f"computing keeps {link.compute_share:.0%} of its speed, communicating {link.link_share:.0%}"
-        lines.append(f"  measured: {alone}; in company {beside}")
     return "\n".join(lines)
 
 

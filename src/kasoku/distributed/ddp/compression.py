@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from kasoku.core import Checked, Comm, InputError, Range
+from kasoku.core import Checked, Comm, Range
 from kasoku.distributed.ddp.chained_reduce import Chain, ChainedReduce, Reduce
-from kasoku.distributed.environment import ranks_on_host
+from kasoku.distributed.environment import nodes_of
 
 _WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST = torch.finfo(torch.float32).max
@@ -162,8 +162,7 @@ class Hierarchical(Reducer):
     """Reduce-scatters inside each node, averages each rank's part across nodes, then all-gathers inside the node.
 
     Args:
-        node: ranks of a node, which have consecutive numbers, 0 or more; 0: as many as kasoku, torchrun or srun started
-            on this machine ($LOCAL_WORLD_SIZE, or Slurm's variables).
+        node: ranks of a node, which have consecutive numbers, 0 or more; 0: those that share a host.
         across: the reducer across nodes: Mean, or Wire or LowRank for slow links.
 
     Saves: each rank sends only n / node of n bytes across nodes, in a ring with one member for each node.
@@ -172,30 +171,24 @@ class Hierarchical(Reducer):
     Ref: [000] and its MLPerf v0.6 entry; Jia et al. 2018 (arXiv 1807.11205); Mikami et al. 2018 (arXiv 1811.05233).
     """
 
-    node: Annotated[int, Range("0 asks the launcher for the ranks on each node", at_least=0)] = 0
+    node: Annotated[int, Range("0 takes the ranks that share a host", at_least=0)] = 0
     across: Reducer = field(default_factory=Mean)
 
     def bind(self, comm: Comm) -> Reduce:
         """Creates the groups of ranks. Mean if all share one node, `across` alone if each has its own."""
-        node = self.node or ranks_on_host()
-        if not node or node < 1:
-            named = f'LOCAL_WORLD_SIZE="{node or ""}"'
-            raise InputError(f"{named} is no number of ranks on this machine: give Hierarchical(node=...)")
-        if comm.size % node:
-            raise InputError(f"Hierarchical: {comm.size} ranks in nodes of {node}: node must divide {comm.size}")
-        if node == comm.size:
+        nodes = nodes_of(comm, self.node, "Hierarchical")
+        if len(nodes) == 1:
             return Reduce(comm)
-        return self.across.bind(comm) if node == 1 else _Hierarchical(comm, node, self.across)
+        return self.across.bind(comm) if len(nodes) == comm.size else _Hierarchical(comm, nodes, self.across)
 
     def largest(self, ranks: int) -> float:
         return min(_LARGEST / ranks, self.across.largest(ranks))
 
 
 class _Hierarchical(ChainedReduce):
-    def __init__(self, comm: Comm, node: int, across: Reducer) -> None:
+    def __init__(self, comm: Comm, nodes: list[list[int]], across: Reducer) -> None:
         super().__init__(comm, _Hierarchical._within_and_across)
-        self._node = node
-        nodes = [list(range(first, first + node)) for first in range(0, comm.size, node)]
+        self._node = len(nodes[0])
         # scatter and gather have a group each, so that one piece can be scattered while another is gathered
         self._scatter, self._gather = (comm.sub(nodes) for _ in range(2))
         self._across = across.bind(comm.sub(list(zip(*nodes, strict=True))))

@@ -90,11 +90,6 @@ class Forecast:
     spans: tuple[Span, ...] = field(repr=False, default=())
 
     @property
-    def bound_s(self) -> float:
-        """The lower bound of every order: the slower of compute alone and communication alone."""
-        return max(self.compute_s, self.link_s)
-
-    @property
     def exposed_s(self) -> float:
         """The time that communication adds to compute."""
         return self.step_s - self.compute_s

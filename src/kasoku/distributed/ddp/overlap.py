@@ -47,7 +47,6 @@ class Overlap(Technique):
         next_forward: False: the step waits for all buckets, as DDP does.
         reducer: how a chunk is averaged: Mean, Wire (bf16 or fp16), LowRank, Hierarchical.
         unused: a parameter without a gradient: "refuse" it, or "skip" it on ranks without (one more collective a step).
-        show: print the plan once it is known.
 
     Saves: the time of communication, as far as compute covers it.
     Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
@@ -69,7 +68,6 @@ class Overlap(Technique):
     next_forward: bool = True
     reducer: Reducer = field(default_factory=Mean)
     unused: Literal["refuse", "skip"] = "refuse"
-    show: bool = False
 
     @property
     def skips_unused(self) -> bool:
@@ -103,8 +101,6 @@ class Overlap(Technique):
             engine.print_once(f"Overlap: {reason}, so it waits for all of them")
         if isinstance(self.buckets, Planned) and not frees:
             engine.profiler = StepProfiler(job, self.buckets, engine.comm, engine.reduce, engine.layers, engine.layout)
-        elif self.show:
-            engine.print_once(table(engine.layout.plan, engine.layers.tensors))
 
 
 @dataclass
@@ -245,8 +241,6 @@ class Engine:
             return
         plan, self.forecast, late, self.link = found
         self.change_plan(plan, late=late)
-        if self.settings.show:
-            self.print_once(table(plan, self.layers.tensors, self.forecast, self.link, next_forward=self.late))
 
     def enter(self, layer: int) -> None:
         """Updates the buckets of a layer before its forward."""

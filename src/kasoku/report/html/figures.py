@@ -21,9 +21,9 @@ except ImportError as error:
 
 # Distinct under each colour blindness (after Okabe and Ito), readable on white and on near-black.
 COLOURS = ("#2f86c8", "#d5641c", "#14976f", "#c0659a", "#c98a00", "#58b4e0", "#8b6fc4", "#8a9a2b")
-MORE_COLOURS = ("#5b7c99", "#b04a4a", "#3d9b9b", "#9a7b4f", "#7d5a3c")
+MORE_COLOURS = ("#5b7c99", "#b04a4a", "#9a7b4f", "#7d5a3c")
 _ROWS = ("forward", "exposed", "update", "evaluate", "input", "backward", "compile", "save")  # in these colours
-_MORE_ROWS = ("transfer", "other", "other members", "copy", "transforms")
+_MORE_ROWS = ("transfer", "other", "copy", "transforms")
 _ROW_COLOURS = dict(zip((*_ROWS, *_MORE_ROWS), (*COLOURS, *MORE_COLOURS), strict=True))  # the same in all figures
 _GREYS = ("#6b7079", "#8a8f98", "#a9adb5", "#c3c6cc")  # rows of the start, before the first step
 _GREY = "#8a8f98"

@@ -1,0 +1,277 @@
+"""Who the ranks of a training are, and how they agree on it when some are lost or new.
+
+Note: any rank may die, also the one that hosts the rendezvous. Every rank listens at an address that all know. After a
+verdict (distributed/liveness.py) each survivor asks the lowest rank that is not lost, and the next one if that does not
+answer. The rank that is asked leads: it waits for all others, and answers with the list of those that came and with the
+store of their new process group. Ranks are numbered anew, in the old order; newcomers, which found the addresses in the
+run folder and asked the first rank, come last.
+
+Note: what is guaranteed. At most one group goes on. The leader claims the group's number in the run folder, by a file
+that only one process can create; a group whose leader cannot is ended. So two halves that do not reach each other are
+no danger where they see the same folder, and where they do not, only the half that has the folder goes on. A group of
+less than half of the ranks that may be alive gives up before that; a rank is dead for certain where its host refuses
+the connection. A rank that was stopped or cut off cannot finish a collective any more, so it changes nothing in the run
+folder but by a write that was under way; when it comes back it is not in the list, and ends with exit code 4.
+"""
+
+import json
+import socket
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from kasoku.core import Comm, InputError, say, summary
+from kasoku.core.files import is_locked, write_text
+from kasoku.distributed.requests import Address, answers, ask, is_loopback, is_there, listen, send
+
+MEMBERS = "members.json"  # in the run folder: the addresses of the ranks that train there
+ANSWER_S, GRACE_S = 12.0, 4.0  # after a verdict; ranks hear of a death within two heartbeats of each other
+PATIENT_S = 600.0  # ranks that meet without a fault wait for each other: an evaluation may be under way
+THERE = timedelta(seconds=30)  # how far apart ranks that were found may come to the new group
+_FOUND_S = 15.0  # how long a rank that starts waits for a new rank 0 to take over the run folder
+_TRIES = 20  # of a newcomer, a second apart
+_REFUSED = {"reason": "the other ranks go on without it"}
+
+
+@dataclass(frozen=True)
+class NewGroup:
+    """The ranks that go on: this one's number, the addresses of all, that of their store, and the group's number."""
+
+    rank: int
+    addresses: list[Address]
+    store: Address
+    number: int
+
+
+class Election:
+    """The ranks of a training, seen from one of them, and who of them goes on.
+
+    Attributes:
+        first: the number of ranks at the start.
+        rank, addresses, number: of this rank, of all ranks, and of their group.
+        lost: the ranks of this group that are dead.
+        joining: newcomers that wait for this rank.
+        folder: the run folder; None while ranks may not be lost.
+        store: of the new group, on the rank that led.
+    """
+
+    def __init__(self) -> None:
+        self.rank = self.first = self.number = 0
+        self.addresses: list[Address] = []
+        self.lost: set[int] = set()
+        self.token = ""
+        self.folder: Path | None = None
+        self.store: Any = None
+        self._facts, self._most = "", 0
+        self._own: Address | None = None
+        self._waiting: dict[int, socket.socket] = {}  # ranks that asked this one
+        self.joining: list[tuple[socket.socket, Address]] = []
+
+    def start(self, comm: Comm, store: Address) -> None:
+        """Listens, and tells all other ranks where; collective."""
+        self.token, self.first, self.rank = comm.broadcast_object(uuid.uuid4().hex), comm.size, comm.rank
+        own = listen(store, self._answer)
+        self.addresses = comm.gather_objects(own)
+        outer = [address for address in self.addresses if not is_loopback(address)]
+        if 0 < len(outer) < comm.size:  # on its own host the name of rank 0's may be a loopback address
+            self.addresses = comm.gather_objects(listen(outer[0], self._answer) if is_loopback(own) else own)
+
+    def find(self, folder: Path | None) -> bool:
+        """Whether ranks train in the run folder. Not collective.
+
+        Only where the folder is locked: a stranger's folder could name any address.
+        """
+        until = time.monotonic() + _FOUND_S
+        while folder and self._find_addresses(folder):
+            if is_locked(folder):
+                return True
+            if time.monotonic() > until or not any(answers(address) is True for address in self.addresses):
+                return False
+            time.sleep(0.2)
+        return False
+
+    def _find_addresses(self, folder: Path) -> bool:
+        found = _read(folder)
+        with suppress(KeyError, TypeError, ValueError):
+            self.addresses = [(host, port) for host, port in found["addresses"]]
+            self.token, self.first = found["token"], found["first"]
+            return True
+        return False
+
+    def open(self, folder: Path, facts: str, most: int) -> None:
+        """Lets ranks join: at most `most`, with the same `facts`. Not collective."""
+        self.folder, self._facts, self._most = folder, facts, most
+
+    def announce(self) -> None:
+        """Tells newcomers where the ranks are, by a file of rank 0."""
+        if self.folder and self.rank == 0:
+            found = {"token": self.token, "first": self.first, "addresses": self.addresses}
+            try:
+                write_text(self.folder / MEMBERS, json.dumps(found))
+            except (OSError, InputError) as error:
+                say(f"nobody can join: {summary(error)}")
+
+    def over(self) -> None:
+        """The training ends: nobody joins, and a rank that was lost may come back too late."""
+        folder, self.folder = self.folder, None
+        own = [[*address] for address in self.addresses]
+        if folder is None or self.rank or _read(folder).get("addresses") != own:
+            return
+        with suppress(OSError, InputError):  # a full disk
+            file = folder / MEMBERS
+            write_text(file, json.dumps({"lost": True})) if self.number else file.unlink()
+
+    def take_place(self, group: NewGroup) -> None:
+        """Goes over to a new group."""
+        self.rank, self.addresses, self.number, self.lost = group.rank, group.addresses, group.number, set()
+        if group.rank:  # newcomers ask the first rank
+            for connection, _ in self.joining:
+                connection.close()
+            self.joining.clear()
+
+    def elect(self, lost: set[int], limit_s: float) -> NewGroup:
+        """Asks the ranks that may be alive in turn, and leads if it comes to this one. Collective among the living.
+
+        Raises InputError if this rank cannot go on.
+        """
+        if self.rank in lost:
+            raise InputError("the other ranks have given it up")
+        for rank in range(self.rank):
+            request = {"kind": "meet", "token": self.token, "number": self.number + 1, "rank": self.rank}
+            answer = None if rank in lost else ask(self.addresses[rank], request, limit_s)
+            if answer is not None:
+                return _taken(answer)
+            lost.add(rank)
+        return self._lead(lost, limit_s)
+
+    def join(self) -> NewGroup:
+        """Asks the first rank to be taken in, and waits until all ranks are at a boundary of steps.
+
+        Raises InputError if they refuse this one, or none answers.
+        """
+        reason = "no rank answers any more: start it again"
+        for _ in range(_TRIES):
+            for address in self.addresses if self.folder and self._find_addresses(self.folder) else ():
+                with suppress(InputError):
+                    self._own = self._own or listen(address, self._answer)
+                request = {"kind": "join", "token": self.token, "address": self._own, "facts": self._facts}
+                answer = ask(address, request, PATIENT_S) if self._own else None
+                if answer and not answer.get("again"):
+                    return _taken(answer)
+                reason = answer["reason"] if answer else reason
+            time.sleep(1)
+        raise InputError(reason)
+
+    def _wait_for_others(self, lost: set[int], limit_s: float) -> None:
+        """Waits for all ranks that may be alive to ask this one: with patience as long as they answer."""
+        began_s = time.monotonic()
+        while missing := {*range(len(self.addresses))} - lost - {self.rank, *self._waiting}:
+            if (waited_s := time.monotonic() - began_s) > limit_s:
+                return
+            for rank in missing if waited_s > GRACE_S else ():
+                there = answers(self.addresses[rank])
+                if there is False or (there is None and waited_s > ANSWER_S):
+                    lost.add(rank)
+            time.sleep(0.02 if waited_s < GRACE_S else 0.5)
+
+    def _lead(self, lost: set[int], limit_s: float) -> NewGroup:
+        """Answers all ranks that come, and newcomers."""
+        own, size = self.rank, len(self.addresses)
+        self._wait_for_others(lost, limit_s if limit_s == PATIENT_S else GRACE_S)
+        answer: dict[str, Any] = {"reason": "", "number": self.number + 1}
+        waiting, self._waiting, joining, self.joining = self._waiting, {}, self.joining, []
+        connections = [*waiting.values(), *(connection for connection, _ in joining)]
+        with ThreadPoolExecutor(max(1, len(connections))) as pool:
+            there = {c for c, alive in zip(connections, pool.map(is_there, connections), strict=True) if alive}
+        ranks = sorted({own, *(rank for rank, connection in waiting.items() if connection in there)} - lost)
+        taken = [each for each in joining if each[0] in there][: max(0, self._most - len(ranks))]
+        try:
+            if 2 * len(ranks) < size:
+                others = [self.addresses[rank] for rank in {*range(size)}.difference(ranks)]
+                with ThreadPoolExecutor(len(others)) as pool:
+                    alive = size - [*pool.map(answers, others)].count(False)
+                if 2 * len(ranks) < alive:
+                    line = f"{len(ranks)} of {alive} ranks that may be alive reach each other, less than half"
+                    raise InputError(line)
+            self.claim(self.number + 1)
+            answer["addresses"] = [*(self.addresses[rank] for rank in ranks), *(address for _, address in taken)]
+            host = self.addresses[own][0]
+            self.store = open_store((host, 0), is_master=True)
+            answer["store"] = (host, self.store.port)
+        except (InputError, OSError, RuntimeError) as error:
+            answer["reason"] = summary(error)
+            raise
+        finally:
+            self.number += 1  # later requests are answered at once
+            for rank, connection in waiting.items():
+                send(connection, answer | {"rank": ranks.index(rank)} if rank in ranks else _REFUSED)
+            for place, (connection, _) in enumerate(taken, len(ranks)):
+                send(connection, answer | {"rank": place})
+            for connection, _ in joining:
+                connection.close()
+        return NewGroup(ranks.index(own), answer["addresses"], answer["store"], answer["number"])
+
+    def claim(self, number: int) -> None:
+        """Claims the number of a group for this process. Raises InputError if another group has it."""
+        folder = self.folder or Path()
+        if not (folder / "recipe.toml").exists():
+            raise InputError(f"the run folder {folder} is not on this host")
+        try:
+            (folder / f"group-{self.token[:8]}-{number}").touch(exist_ok=False)
+        except FileExistsError as error:
+            raise InputError("another group of ranks goes on") from error
+
+    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        """Takes in the request of another rank."""
+        if request["token"] != self.token:
+            connection.close()
+        elif request["kind"] == "join":
+            self._let_join(connection, request)
+        elif request["number"] <= self.number:
+            send(connection, _REFUSED)
+        else:
+            self._waiting[int(request["rank"])] = connection
+
+    def _let_join(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        full = len(self.addresses) + len(self.joining) >= self._most and not self.lost
+        if request["facts"] != self._facts:
+            line = "the ranks train another recipe, or with another version of kasoku or torch: join with theirs"
+            send(connection, {"reason": line})
+        elif full:  # unless one of them has just died
+            send(connection, {"reason": f"the batch has no part for more than {self._most} ranks", "again": True})
+        else:
+            self.joining.append((connection, tuple(request["address"])))
+
+
+def lost_ranks(folder: Path) -> bool:
+    """Whether a training in this run folder has ended without a rank that it lost, which may come back now."""
+    return "lost" in _read(folder)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """What the run folder says of its ranks; empty where it says nothing."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / MEMBERS).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _taken(answer: dict[str, Any]) -> NewGroup:
+    """The group of an answer. Raises InputError if this rank is not in it."""
+    if answer["reason"]:
+        raise InputError(answer["reason"])
+    addresses = [(host, port) for host, port in answer["addresses"]]
+    return NewGroup(answer["rank"], addresses, (answer["store"][0], answer["store"][1]), answer["number"])
+
+
+def open_store(address: Address, *, is_master: bool = False) -> Any:
+    """The store of a new group, or a connection to it."""
+    client: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return client(*address, is_master=is_master, wait_for_workers=False, timeout=THERE)

@@ -1,0 +1,186 @@
+"""The process group of a training that goes on when ranks are lost or join (election.py says who is in it).
+
+Note: why not a library. torchft needs its lighthouse, a server in Rust, and trains on with a smaller batch. torch's own
+shrink and split of groups are for NCCL: `ProcessGroupGloo.supports_shrinking` is False (2.13). torchrun's agent ends
+all ranks of its host when one ends.
+"""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kasoku.core import Comm, InputError, Solo, say, summary
+from kasoku.distributed.counting_comm import Activity, CountingComm
+from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Election, NewGroup, open_store
+from kasoku.distributed.liveness import LostRankError, Watchdog, end_process
+from kasoku.distributed.requests import Address, answers
+from kasoku.distributed.torch_comm import TorchComm, abort, destroy
+
+TIMEOUT = timedelta(minutes=30)  # of a collective: longer than any evaluation or checkpoint
+LAUNCHER = "KASOKU_LAUNCHER"  # the process id of the one that started the ranks of this host
+
+
+class MissingRankError(RuntimeError):
+    """A rank that was found did not come to the new group."""
+
+
+def backend() -> str:
+    """Of process groups: control messages do not wait for the GPU."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+class Membership:
+    """The ranks of this training, on one of them.
+
+    Attributes:
+        comm: of all ranks; `regroup` changes it in place.
+        election: who they are.
+        newcomer: this rank was started while the others train, and has not joined them yet.
+    """
+
+    def __init__(self) -> None:
+        self.watchdog, self.election = Watchdog(on_fault=self.on_fault), Election()
+        self.newcomer = self._planned = False
+        self._decided, self._deciding = threading.Event(), threading.Lock()
+        self._group = NewGroup(0, [], ("", 0), 0)
+
+    def start(self, comm: Comm, store: Address) -> CountingComm:
+        """Starts to watch over the ranks, as a Watchdog does; collective."""
+        self.comm = self.watchdog.start(comm, store)
+        self.comm.activity.membership = self
+        self.election.start(self.comm, store)
+        return self.comm
+
+    def find(self, folder: Path | None) -> CountingComm | None:
+        """The comm of this process alone, if ranks train in the run folder, which it may join. Not collective."""
+        if not self.election.find(folder):
+            return None
+        self.comm, self.newcomer = CountingComm(Solo(), Activity(0.0)), True
+        self.comm.activity.membership = self
+        return self.comm
+
+    def arm(self, folder: Path, facts: str, *, dead_s: float, most: int) -> None:
+        """From now on ranks may be lost, and others join. Not collective.
+
+        Args:
+            folder: of the run, on a file system that all ranks share.
+            facts: what newcomers must have in common with the ranks.
+            dead_s: seconds without a heartbeat after which a rank is dead.
+            most: ranks that the training has work for.
+        """
+        self.election.open(folder, facts, most)
+        self.watchdog = replace(self.watchdog, dead_s=dead_s)
+        if heartbeat := self.comm.activity.heartbeat:
+            heartbeat.settings = self.watchdog
+            heartbeat.detector.patience = round(dead_s / self.watchdog.beat_s)
+        if not self.newcomer:
+            self._announce()
+
+    def disarm(self) -> None:
+        """From now on a fault ends the process, and nobody joins. Not collective."""
+        if not self.newcomer:
+            self.election.over()
+
+    def _announce(self) -> None:
+        """Tells the launcher that ranks may be lost, and newcomers where the ranks are."""
+        if os.environ.get(LAUNCHER) == str(os.getppid()):
+            os.kill(os.getppid(), signal.SIGUSR1)
+        self.election.announce()
+
+    def close(self, failed: str) -> None:
+        """Announces that this rank has ended, or that it `failed`, and destroys the process groups. Not collective."""
+        if self.comm.activity.heartbeat:
+            self.comm.activity.heartbeat.close(failed)
+        destroy()
+
+    def meet(self) -> None:
+        """Finds the ranks that are left and those that join, where no verdict has done so. Collective among them.
+
+        Raises LostRankError if the others go on without this rank, or do not answer.
+        """
+        with self._deciding:
+            self._planned = not self.election.lost
+        if not self._planned:
+            return  # the watching thread finds them
+        if heartbeat := self.comm.activity.heartbeat:
+            heartbeat.end("")
+        try:
+            self._group = (
+                self.election.join() if self.newcomer else self.election.elect({*self.election.lost}, PATIENT_S)
+            )
+        except (InputError, OSError, RuntimeError) as error:
+            raise LostRankError(f"rank {self.election.rank} cannot go on: {summary(error)}") from error
+        self._decided.set()
+
+    def regroup(self) -> None:
+        """Replaces the process group by that of the ranks that were found. Collective among them.
+
+        Raises MissingRankError if one of them does not come, LostRankError if none were found.
+        """
+        if not self._decided.wait(ANSWER_S + 2 * GRACE_S):
+            raise LostRankError(f"rank {self.election.rank}: the other ranks do not answer")
+        group, activity = self._group, self.comm.activity
+        with self._deciding:
+            self._decided.clear()
+            self.election.take_place(group)
+            self.newcomer = self._planned = False
+        destroy()
+        inner: Comm = Solo(self.comm.clock)
+        if (size := len(group.addresses)) > 1:
+            try:
+                store = self.election.store if group.rank == 0 else open_store(group.store)
+                store = dist.PrefixStore(f"group {group.number}", store)  # type: ignore[attr-defined]
+                _wait_for_all(store, group)
+            except RuntimeError as error:
+                raise MissingRankError(f"rank {group.rank}: a rank is missing ({summary(error)})") from error
+            dist.init_process_group(backend(), store=store, rank=group.rank, world_size=size, timeout=TIMEOUT)
+            inner = TorchComm(clock=self.comm.clock)
+        self.watchdog.watch(activity, inner, group.store)
+        self.comm.replace(inner)  # with the new heartbeat
+        self._announce()
+
+    # ---- on the watching thread: gloo may never let go a main thread that was stopped in a collective
+
+    def on_fault(self, line: str) -> None:
+        """After a verdict: finds the ranks that are left, or ends the process."""
+        fault, lost = self.comm.activity.heartbeat.fault if self.comm.activity.heartbeat else ("", [])
+        with self._deciding:
+            if self._planned or not fault:  # the ranks meet, or have met
+                return
+            if self.election.folder is None or not lost:
+                end_process(line)
+            self.election.lost.update(lost)
+        abort()
+        try:
+            self._group = self.election.elect({*lost}, ANSWER_S)
+        except (InputError, OSError, RuntimeError) as error:
+            end_process(f"{fault}; this rank cannot go on: {summary(error)}; {line.rpartition('; ')[2]}")
+        if self._group.rank == 0:
+            say(f"{fault}; going on with {len(self._group.addresses)} of {len(self.election.addresses)} ranks")
+        self._decided.set()
+
+
+def _wait_for_all(store: Any, group: NewGroup) -> None:
+    """Waits until all ranks of the group have come: one that is in a long step comes after it. Collective.
+
+    Raises MissingRankError if one of them has died meanwhile.
+    """
+    own = f"rank {group.rank}"
+    store.set(own, "")
+    began_s = time.monotonic()
+    for rank, address in enumerate(group.addresses):
+        while not store.check([f"rank {rank}"]):
+            time.sleep(0.02)
+            waited_s = time.monotonic() - began_s
+            there = answers(address) if waited_s > GRACE_S else True
+            if there is False or waited_s > (PATIENT_S if there else ANSWER_S):
+                store.delete_key(own)
+                raise MissingRankError(f"rank {group.rank}: rank {rank} is missing")
