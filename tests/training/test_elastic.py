@@ -148,7 +148,7 @@ def trained(run: Path) -> list[float]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.smoke), 0])
+@pytest.mark.parametrize("victim", [1, 0])
 def test_a_rank_that_is_started_again_joins_and_the_weights_stay(victim: int, tmp_path: Path) -> None:
     long = ("epochs=20", "schedule.epochs=20", EXACT)
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
