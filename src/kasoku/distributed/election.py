@@ -175,10 +175,7 @@ class Election:
         while missing := {*range(len(self.addresses))} - lost - {self.rank, *self._waiting}:
             if (waited_s := time.monotonic() - began_s) > limit_s:
                 return
-            for rank in missing if waited_s > GRACE_S else ():
-                there = answers(self.addresses[rank])
-                if there is False or (there is None and waited_s > ANSWER_S):
-                    lost.add(rank)
+            lost.update(rank for rank in missing if is_gone(self.addresses[rank], waited_s))
             time.sleep(0.02 if waited_s < GRACE_S else 0.5)
 
     def _lead(self, lost: set[int], limit_s: float) -> NewGroup:
@@ -269,6 +266,12 @@ def _taken(answer: dict[str, Any]) -> NewGroup:
         raise InputError(answer["reason"])
     addresses = [(host, port) for host, port in answer["addresses"]]
     return NewGroup(answer["rank"], addresses, (answer["store"][0], answer["store"][1]), answer["number"])
+
+
+def is_gone(address: Address, waited_s: float) -> bool:
+    """Whether a rank that others have waited for so long is dead, or its host does not answer. False before GRACE_S."""
+    there = answers(address) if waited_s > GRACE_S else True
+    return there is False or (there is None and waited_s > ANSWER_S)
 
 
 def open_store(address: Address, *, is_master: bool = False) -> Any:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from kasoku.core import Comm, InputError, Solo, say, summary
 from kasoku.distributed.counting_comm import Activity, CountingComm
-from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Election, NewGroup, open_store
+from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Election, NewGroup, is_gone, open_store
 from kasoku.distributed.liveness import LostRankError, Watchdog, end_process
-from kasoku.distributed.requests import Address, answers
+from kasoku.distributed.requests import Address
 from kasoku.distributed.torch_comm import TorchComm, abort, destroy
 
 TIMEOUT = timedelta(minutes=30)  # of a collective: longer than any evaluation or checkpoint
@@ -178,9 +178,8 @@ def _wait_for_all(store: Any, group: NewGroup) -> None:
     began_s = time.monotonic()
     for rank, address in enumerate(group.addresses):
         while not store.check([f"rank {rank}"]):
-            time.sleep(0.02)
             waited_s = time.monotonic() - began_s
-            there = answers(address) if waited_s > GRACE_S else True
-            if there is False or waited_s > (PATIENT_S if there else ANSWER_S):
+            time.sleep(0.02 if waited_s < GRACE_S else 0.5)
+            if waited_s > PATIENT_S or is_gone(address, waited_s):
                 store.delete_key(own)
                 raise MissingRankError(f"rank {group.rank}: rank {rank} is missing")

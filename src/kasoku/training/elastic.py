@@ -195,7 +195,7 @@ class Snapshots:
         self.taken_s = self.spent_s = self._cost_s = self._since_s = 0.0
         self._first = self._due = 0  # steps
         self._checkpointing: Checkpointing | None = None
-        self._source: Any = None
+        self._source: AsyncSource | SyncSource | None = None
 
     def begin(self, checkpointing: Checkpointing, source: AsyncSource | SyncSource) -> None:
         """Makes the first copy, unless the training goes on from one. Collective; drains."""

@@ -152,7 +152,7 @@ class Exchange:
         self.staleness: Counter[int] = Counter()
         self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
         self._started = self._entered = False
-        job.before_step(lambda: self.weights.remove_predictions())  # weight decay must act on the weights alone
+        job.before_step(self.weights.remove_predictions)  # weight decay must act on the weights alone
         job.after_step(self._after_step)
         job.on_drain(self.drain)
         job.keep("asynchronous", self)
