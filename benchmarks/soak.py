@@ -77,7 +77,7 @@ def workloads(options: argparse.Namespace, folder: Path) -> list[Workload]:
     """Those whose data is there; the pack of photos is made here."""
     epochs = (f"epochs={options.epochs}", f"schedule.epochs={options.epochs}", "evaluate.every=20")
     found = [
-        Workload("digits", "digits_cnn_98", (EXACT, SGD, "norm_batch=16", *epochs)),
+        Workload("digits", "digits_cnn_98", (EXACT, SGD, "norm_batch=32", *epochs)),
         Workload(
             "digits, asynchronous",
             "digits_cnn_98",
