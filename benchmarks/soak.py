@@ -7,8 +7,8 @@ digits; digits by Asynchronous; CIFAR-10 (--cifar DIR); photos from a pack on a 
 seconds something goes wrong, now and then two things at once (FAULTS). What has ended is started again, as a launcher
 would. `faults`: how many, by kind. `equal`: trainings whose weights have the bits of an undisturbed one (Asynchronous:
 whose top-1 is at least TOP1). `left_behind`: processes, shared memory and locks that are there afterwards. `stuck`:
-faults after which no step was made for LIMIT_S. Exit code 1 if anything is not as it should be; the run folders and
-what the ranks said then stay.
+faults after which no step was made for LIMIT_S. `not_as_undisturbed`: how many of all these; if there are any, the exit
+code is 1, and the run folders and what the ranks said stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 import cluster
-from common import finish
+from common import finish, parse
 from kasoku.core import InputError
 from kasoku.training.run_folder import RunFolder
 
@@ -41,6 +41,7 @@ HERE = Path(__file__).parent
 HOSTS, PORT, SITE_PORT = 2, 29531, 8099
 GAP_S, HEALS_S, LIMIT_S = (4.0, 9.0), (2.0, 12.0), 90.0
 TOP1 = 0.9
+CLAIMS = {"soak/not_as_undisturbed": ("not_as_undisturbed", "faults", "by_kind", "trainings")}
 TMPFS = "64m"
 EXACT = "techniques=[{use='kasoku.distributed.AllReduce', exact=true}]"
 COMMON = ("device.precision=fp32", "device.threads=1", "device.kind=cpu", "evaluate.target=0", "save.every_s=5")
@@ -444,6 +445,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         "by_kind": dict(sorted(state.done.items())),
         "trainings": trained,
         "equal": trained - len(unequal),
+        "not_as_undisturbed": len(unequal) + len(left) + len(state.stuck),
         "unequal": unequal,
         "left_behind": left,
         "stuck": state.stuck,
@@ -463,7 +465,7 @@ def main() -> int:
         "--photos", default=str(photos) if data and photos.is_dir() else "", help="with train/ and val/"
     )
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser)
     if options.serve:
         serve(*options.serve)
         return 0
@@ -472,7 +474,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="kasoku-soak-"))
     began = time.monotonic()
     figures = soak(options, folder)
-    finish("soak", vars(options), {**figures, "seconds": round(time.monotonic() - began)})
+    finish("soak", vars(options), {**figures, "seconds": round(time.monotonic() - began)}, CLAIMS)
     good = not (figures["unequal"] or figures["left_behind"] or figures["stuck"])
     if good:
         shutil.rmtree(folder)
