@@ -192,10 +192,15 @@ class Ranks:
         """Whether the training has ended regularly, on all ranks."""
         return all(process.poll() == 0 for process in self.processes)
 
+    @property
+    def ends(self) -> bool:
+        """Whether it has on one of them; the others hear of it soon."""
+        return any(process.poll() == 0 for process in self.processes)
+
     def poll(self) -> None:
         """Starts again what has ended, but not while the others may be at their end."""
         codes = [process.poll() for process in self.processes]
-        if 0 in codes:
+        if self.ends:
             return
         if None not in codes:
             self.port += 1  # the store of the last attempt may linger
@@ -336,7 +341,7 @@ class Soak:
         for heal in heals:
             heal()
         before, until = self.ranks.steps(), time.monotonic() + LIMIT_S
-        while self.ranks.steps() <= before and not self.ranks.over and time.monotonic() < until:
+        while self.ranks.steps() <= before and not self.ranks.ends and time.monotonic() < until:
             self.wait(0.2)
         if time.monotonic() >= until:
             self.stuck.append(f"{self.ranks.workload.name}: {' and '.join(chosen)} at step {before}")
@@ -348,7 +353,7 @@ class Soak:
         try:
             while not self.ranks.over and len(self.stuck) < 3:
                 self.wait(self.rng.uniform(*GAP_S))
-                if not self.ranks.over and 0 not in [process.poll() for process in self.ranks.processes]:
+                if not self.ranks.ends:
                     self.disturb() if time.monotonic() < self.until else self.wait(1)
                 elif not self.ranks.over:
                     self._end()
@@ -416,6 +421,9 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     figures: dict[str, object] = {"skipped": [n for n in ("cifar", "photos") if not getattr(options, n)]}
     trained, unequal, left, n = 0, list[str](), list[str](), 0
     with cluster.namespaces(HOSTS + 1) as names:
+        for name in names:  # after a cut of a slowed link, bbr takes minutes to send at full rate again
+            change = "echo cubic > /proc/sys/net/ipv4/tcp_congestion_control"
+            subprocess.run(["ip", "netns", "exec", name, "sh", "-c", change], check=True)
         state = Soak(options, folder, names)
         words = [sys.executable, str(HERE / "soak.py"), "--serve", str(folder / "site"), str(state.control)]
         site = subprocess.Popen(["ip", "netns", "exec", names[HOSTS], *words])

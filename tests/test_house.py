@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 870,
     "device": 580,
     "data": 4715,
-    "distributed": 5920,
+    "distributed": 5925,
     "memory": 2070,
     "tracking": 255,
     "config": 1530,

@@ -353,6 +353,15 @@ def test_a_rank_that_starts_is_alone_where_nobody_trains(tmp_path: Path) -> None
         assert Membership().find(tmp_path) is None
 
 
+def test_a_rank_that_comes_when_all_is_over_waits_for_nobody(tmp_path: Path) -> None:
+    (tmp_path / MEMBERS).write_text(json.dumps({"lost": True}))
+    election, began = Election(), time.monotonic()
+    election.open(tmp_path, "", 2)
+    with pytest.raises(InputError, match="the training has ended meanwhile: start it again"):
+        election.join()
+    assert time.monotonic() - began < 1
+
+
 def test_a_training_goes_on_from_its_newest_copy(tmp_path: Path) -> None:
     recipe = load(RECIPE, ["epochs=1", "device.threads=1", "device.precision=fp32", "evaluate.target=0"])
     snapshots = Snapshots(Membership())

@@ -166,6 +166,8 @@ class Election:
                 if answer and not answer.get("again"):
                     return _taken(answer)
                 reason = answer["reason"] if answer else reason
+            if self.folder and lost_ranks(self.folder):
+                raise InputError("the training has ended meanwhile: start it again")
             time.sleep(1)
         raise InputError(reason)
 

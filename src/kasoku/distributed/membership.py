@@ -53,10 +53,14 @@ class Membership:
         self._group = NewGroup(0, [], ("", 0), 0)
 
     def start(self, comm: Comm, store: Address) -> CountingComm:
-        """Starts to watch over the ranks, as a Watchdog does; collective."""
-        self.comm = self.watchdog.start(comm, store)
-        self.comm.activity.membership = self
-        self.election.start(self.comm, store)
+        """Starts to watch over the ranks, as a Watchdog does; collective. Raises LostRankError if one is gone."""
+        try:
+            self.comm = self.watchdog.start(comm, store)
+            self.comm.activity.membership = self
+            self.election.start(self.comm, store)
+        except RuntimeError as error:
+            line = f"rank {comm.rank} lost another one at the start ({summary(error)}): start all ranks again"
+            raise LostRankError(line) from error
         return self.comm
 
     def find(self, folder: Path | None) -> CountingComm | None:
