@@ -10,7 +10,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-FOLDER = "src/kasoku/data/decode"
+LIBRARIES = {"kasoku.data.decode": ("_jpeg.c", "_pixels.c"), "kasoku.optim.lars": ("_lars.c",)}
 
 
 class BuildLibrary(build_ext):
@@ -32,11 +32,12 @@ setup(
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
     ext_modules=[
         Extension(
-            "kasoku.data.decode._native",
-            [f"{FOLDER}/_jpeg.c", f"{FOLDER}/_pixels.c"],
+            f"{package}._native",
+            [f"src/{package.replace('.', '/')}/{source}" for source in sources],
             libraries=["m"],
-            extra_compile_args=["-O3", "-fwrapv"],
+            extra_compile_args=["-O3", "-fwrapv", "-pthread"],
             optional=True,
         )
+        for package, sources in LIBRARIES.items()
     ],
 )

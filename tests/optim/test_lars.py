@@ -24,6 +24,7 @@ from helpers.published_lars import (
 from kasoku.config.toml import Factory
 from kasoku.core import InputError, Linear
 from kasoku.optim import LARS, Rate, Trust, lars
+from kasoku.optim.lars.foreach import LIBRARY
 
 PATHS = ("cpu", "foreach", "triton")
 RATE = 300.0  # with eta .001 a step is about a third of the weights, so that float32 weights show the step itself
@@ -36,6 +37,8 @@ def use(monkeypatch: pytest.MonkeyPatch):
     """A function that has LARS computed in one of the ways; Triton's kernels run in its interpreter."""
 
     def choose(path: str) -> None:
+        if path == "cpu" and LIBRARY is None:
+            pytest.skip("kasoku was installed without a C compiler")
         if path == "triton":
             pytest.importorskip("triton", reason="triton is not installed")
             from triton.runtime.interpreter import InterpretedFunction
@@ -198,6 +201,23 @@ def test_two_halves_are_the_whole_step_bit_for_bit(path: str, form: str, nestero
         return weights(job)
 
     assert_same(run(halves=True), run(halves=False))
+
+
+@pytest.mark.skipif(LIBRARY is None, reason="kasoku was installed without a C compiler")
+def test_the_number_of_threads_changes_no_bit():
+    def run(threads: int) -> Tensors:
+        model = Tensors((BIG // 10, 2049), (64,))
+        torch.set_num_threads(threads)
+        moved(model, random_grads(model, 2), [RATE, RATE])
+        return model
+
+    before = torch.get_num_threads()
+    try:
+        one, *others = (run(threads) for threads in (1, 2, 7))
+    finally:
+        torch.set_num_threads(before)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(one.all, other.all, strict=True))
 
 
 def test_a_run_that_was_saved_goes_on_bit_for_bit(path: str):

@@ -16,7 +16,6 @@ _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 # BatchNorm as torch.nn calls it, with the statistics and the reserve that its backward reads (2.13).
 batch_norm: Any = torch.ops.aten._batch_norm_impl_index
 batch_norm_backward: Any = torch.ops.aten._batch_norm_impl_index_backward
-fused_sgd: Any = torch._fused_sgd_  # the kernel of torch.optim.SGD(fused=True), in place (2.13)
 # (gradients, overflow, factor): multiplies them by it; sets overflow to 1 where one of them is not finite (2.13).
 unscale_and_check: Any = torch._amp_foreach_non_finite_check_and_unscale_
 data_loader_iterator: Any = dataloader._BaseDataLoaderIter  # the class of the iterators of torch's DataLoader (2.13)

@@ -11,7 +11,7 @@ from torch import nn
 
 from kasoku.core import Checked, InputError, Range, checked
 from kasoku.core.hardware import laid_out_like
-from kasoku.optim.lars.foreach import Move, Rule, step_cpu, step_foreach
+from kasoku.optim.lars.foreach import LIBRARY, Move, Rule, step_cpu, step_foreach
 from kasoku.optim.param_groups import NonNegative, Share, refuse_nesterov, split
 
 Form = Literal["mlperf", "pytorch", "mxnet"]
@@ -76,7 +76,7 @@ class LARS(torch.optim.Optimizer):
                 state = self.state[p]
                 buffer = state.get("momentum_buffer")
                 state["momentum_buffer"] = torch.zeros_like(p) if buffer is None else laid_out_like(p, buffer)
-                keep = group["momentum"] * state.get("scale", 1.0)
+                keep = group["momentum"] * state.pop("scale", 1.0)  # of an older checkpoint
                 if group["form"] == "mxnet":
                     last = state.get("lr", 0.0)
                     keep *= group["lr"] / last if last else 1.0
@@ -92,7 +92,7 @@ class LARS(torch.optim.Optimizer):
 
                 rest = triton.step(moves)
             step_foreach(rest)
-            torch.autograd.graph.increment_version([move.p for move in moves])  # fused kernels and ours do not
+            torch.autograd.graph.increment_version([move.p for move in moves])  # kernels do not
 
 
 @checked
@@ -119,7 +119,7 @@ def lars(
         InputError: for a setting outside its range.
 
     Saves: steps: batches of tens of thousands of images reach the accuracy of small ones.
-    Costs: two norms a layer. On a CPU they leave w and g in the cache for the update; CUDA reads w and g twice.
+    Costs: two norms a layer. C code on a CPU finds w and g in the cache after them; CUDA and torch's operations do not.
     Maths: t = eta |w| / (|g| + weight_decay |w| + eps), 1 where |w| or |g| is 0; g' = g + weight_decay w.
         mlperf: m = momentum m - lr t g'; w += m (Nesterov: w += momentum m - lr t g').
         pytorch: v = momentum v + t g'; w -= lr v (Nesterov: lr (t g' + momentum v)).
@@ -154,5 +154,5 @@ def _rule(group: dict[str, Any]) -> Rule:
 @cache
 def _path(device: torch.device) -> str:
     if device.type == "cpu":
-        return "cpu"
+        return "cpu" if LIBRARY else "foreach"
     return "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "foreach"

@@ -126,8 +126,7 @@ def step(moves: list[Move]) -> list[Move]:
         full = size % 8 == 0 and (w_at | g_at | v_at) % 16 == 0
         number, _ = rules.setdefault(id(rule), (len(rules), rule))
         parts[full][rule.eta is None].append((w_at, g_at, v_at, size, number, keep))
-        state.pop("scale", None)
-    settings = tuple(value for _, rule in rules.values() for value in _settings(rule))
+    settings = tuple(value for _, rule in rules.values() for value in rule.numbers)
     p, g = moves[0].p, moves[0].g
     device, cuda = p.device, p.is_cuda
     with torch.cuda.device(device) if cuda else nullcontext():
@@ -147,12 +146,6 @@ def step(moves: list[Move]) -> list[Move]:
             _trusts[(n,)](table, values, first, partial, factors, n, len(layers), CHUNK=512, num_warps=4)
             _move[(starts[n],)](table, values, owner, first, factors, n, **meta, num_warps=8)
     return left_out
-
-
-def _settings(rule: Rule) -> tuple[float, ...]:
-    """The numbers of a rule: first those that `_trusts` reads, then those that `_move` reads."""
-    trust = (rule.rate, rule.d0, rule.d1, rule.decay, rule.eta or 0.0, rule.eps)
-    return (*trust, rule.out, rule.shrink, float(rule.nesterov), rule.momentum if rule.nesterov else 1.0)
 
 
 @lru_cache(maxsize=64)
