@@ -91,15 +91,27 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
 
     Computed in bfloat16 on GPUs that have it, otherwise in float32 (bfloat16 was not faster on a CPU with AMX).
     Ref: Newton-Schulz with the quintic of Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
+
+    Note: y P(y y') of every iteration is a polynomial of the first y y' times the first y. So in float32 all iterations
+    are done on that small square, and only two products have y's size. In bfloat16 the rounding would add up.
     """
     a, b, c = _QUINTIC
     tall = len(x) > x.shape[1]
     y = x.mT if tall else x
     y = y / torch.linalg.matrix_norm(y.float(), keepdim=True).clamp(min=1e-7)
     y = y.to(torch.bfloat16 if x.is_cuda and computes_bf16(x.device) else torch.float32).contiguous()
-    for _ in range(steps):
-        gram = y @ y.mT
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    if y.dtype == torch.float32 and 2 * len(y) <= y.shape[1]:
+        gram, product = y @ y.mT, None
+        for i in range(steps):
+            factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            factor.diagonal().add_(a)
+            product = factor if product is None else factor @ product
+            gram = factor @ gram @ factor if i + 1 < steps else gram
+        y = product @ y
+    else:
+        for _ in range(steps):
+            gram = y @ y.mT
+            y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     return (y.mT if tall else y).to(x.dtype)
 
 
