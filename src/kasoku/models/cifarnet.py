@@ -127,7 +127,7 @@ def _identity_conv(channels_in: int, channels: int) -> nn.Conv2d:
 
 
 def _unscaled_norm(channels: int, momentum: float) -> nn.BatchNorm2d:
-    norm = nn.BatchNorm2d(channels, eps=1e-12, momentum=momentum)
+    norm = nn.BatchNorm2d(channels, momentum=momentum)
     norm.weight.requires_grad_(False)  # stays 1; the bias learns
     return norm
 
