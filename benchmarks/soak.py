@@ -422,7 +422,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     trained, unequal, left, n = 0, list[str](), list[str](), 0
     with cluster.namespaces(HOSTS + 1) as names:
         for name in names:  # after a cut of a slowed link, bbr takes minutes to send at full rate again
-            change = "echo cubic > /proc/sys/net/ipv4/tcp_congestion_control"
+            change = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
             subprocess.run(["ip", "netns", "exec", name, "sh", "-c", change], check=True)
         state = Soak(options, folder, names)
         words = [sys.executable, str(HERE / "soak.py"), "--serve", str(folder / "site"), str(state.control)]
