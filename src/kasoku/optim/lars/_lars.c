@@ -11,7 +11,7 @@
 
 #define BLOCK 2048 /* values whose squares one thread adds up */
 #define LANES 16
-#define SIZE(left) ((left) < BLOCK ? (left) : BLOCK)
+#define LEAST(a, b) ((a) < (b) ? (a) : (b))
 
 #if defined(__x86_64__) && defined(__GNUC__) && defined(__GLIBC__) && !defined(__clang__)
 #define WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -87,18 +87,16 @@ static void *work(void *of) {
         double f = of->rate;
         if (t->layerwise) {
             for (int64_t b = first, at = b * BLOCK; b < end; b++, at += BLOCK) {
-                squares[2 * b] = sum_of_squares(t->w + at, SIZE(t->n - at));
-                squares[2 * b + 1] = sum_of_squares(t->g + at, SIZE(t->n - at));
+                squares[2 * b] = sum_of_squares(t->w + at, LEAST(t->n - at, BLOCK));
+                squares[2 * b + 1] = sum_of_squares(t->g + at, LEAST(t->n - at, BLOCK));
             }
             atomic_fetch_add(&step->added_up[k], 1);
             wait_for(&step->added_up[k], threads);
             f *= trust(of, squares, blocks);
             squares += 2 * blocks;
         }
-        for (int64_t b = end; b-- > first;) { /* from the last block, which is the likeliest to be in the cache */
-            int64_t at = b * BLOCK;
-            move(t->w + at, t->v + at, t->g + at, SIZE(t->n - at), f, of);
-        }
+        int64_t at = first * BLOCK, n = LEAST(t->n, end * BLOCK) - at;
+        if (n > 0) move(t->w + at, t->v + at, t->g + at, n, f, of); /* backwards would take half as long again */
     }
     return NULL;
 }
