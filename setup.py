@@ -34,8 +34,8 @@ setup(
         Extension(
             f"{package}._native",
             [f"src/{package.replace('.', '/')}/{source}" for source in sources],
-            libraries=["m"],
-            extra_compile_args=["-O3", "-fwrapv", "-pthread"],
+            libraries=["m", "dl"],
+            extra_compile_args=["-O3", "-fwrapv"],
             optional=True,
         )
         for package, sources in LIBRARIES.items()

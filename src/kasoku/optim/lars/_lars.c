@@ -2,8 +2,9 @@
 
    Sums: a block's squares are added in double, blocks in their order, so that the number of threads changes no bit. */
 
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <math.h>
-#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -36,8 +37,7 @@ typedef struct {
     size_t count;
     double *squares;      /* of w and g, for each block of each tensor */
     atomic_int *added_up; /* threads that are through with the squares of a tensor */
-    atomic_int threads;   /* 0 until all of them have begun */
-    atomic_int begun;
+    int (*count_threads)(void), (*number_thread)(void); /* of OpenMP; NULL: one thread */
 } Step;
 
 WIDE static double sum_of_squares(const float *x, int64_t n) {
@@ -73,11 +73,10 @@ static void wait_for(atomic_int *counter, int least) {
         if (turn > 1000) sched_yield();
 }
 
-static void *work(void *of) {
+static void work(void *of) {
     Step *step = of;
-    int number = atomic_fetch_add(&step->begun, 1);
-    wait_for(&step->threads, 1);
-    int threads = atomic_load(&step->threads);
+    int number = step->number_thread ? step->number_thread() : 0;
+    int threads = step->count_threads ? step->count_threads() : 1;
     double *squares = step->squares;
     for (size_t k = 0; k < step->count; k++) {
         const Tensor *t = &step->tensors[k];
@@ -96,26 +95,26 @@ static void *work(void *of) {
             squares += 2 * blocks;
         }
         int64_t at = first * BLOCK, n = LEAST(t->n, end * BLOCK) - at;
-        if (n > 0) move(t->w + at, t->v + at, t->g + at, n, f, of); /* backwards would take half as long again */
+        if (n > 0) move(t->w + at, t->v + at, t->g + at, n, f, of);
     }
-    return NULL;
 }
 
-/* Moves tensors by their rules, with at most so many threads. Not 0: there was no memory, and nothing was done. */
+/* Moves tensors by their rules, with at most so many threads: those of torch's OpenMP, which would otherwise take the
+   cores from ours for a while after each of torch's operations. Not 0: there was no memory, and nothing was done. */
 int kasoku_lars(const Tensor *tensors, const Numbers *numbers, size_t count, int threads) {
     int64_t blocks = 0;
     for (size_t k = 0; k < count; k++) blocks += (tensors[k].n + BLOCK - 1) / BLOCK;
     double *squares = malloc(sizeof(double) * (size_t)(2 * blocks + 1));
     atomic_int *added_up = calloc(count + 1, sizeof(atomic_int));
-    pthread_t *others = calloc((size_t)threads, sizeof(pthread_t));
-    int failed = !squares || !added_up || !others, started = 0;
+    int failed = !squares || !added_up;
     if (!failed) {
-        Step step = {tensors, numbers, count, squares, added_up, 0, 0};
-        while (started < threads - 1 && !pthread_create(&others[started], NULL, work, &step)) started++;
-        atomic_store(&step.threads, started + 1);
-        work(&step);
-        for (int i = 0; i < started; i++) pthread_join(others[i], NULL);
+        void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+        Step step = {tensors, numbers, count, squares, added_up, NULL, NULL};
+        step.count_threads = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
+        step.number_thread = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
+        if (parallel && step.count_threads && step.number_thread) parallel(work, &step, (unsigned)threads, 0);
+        else step.count_threads = step.number_thread = NULL, work(&step);
     }
-    free(squares), free(added_up), free(others);
+    free(squares), free(added_up);
     return failed;
 }
