@@ -21,7 +21,6 @@ records = importlib.import_module("records")
 
 WITHOUT_RECORD = {
     "bits": "its figure is the comparison of two checkouts, which is made by hand",
-    "soak": "its first figures have not been recorded yet",
 } | dict.fromkeys(
     (
         "batch_sizes",
