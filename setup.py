@@ -1,7 +1,7 @@
-"""The build step that pyproject.toml cannot describe: a C library that is called through ctypes, for every Python.
+"""The build step that pyproject.toml cannot describe: C libraries that are called through ctypes, for every Python.
 
-An extension module has the name and the tag of one version of Python, this library has neither. Without a C compiler
-it is left out, Pillow and torch do its work, and the wheel is a pure one.
+An extension module has the name and the tag of one version of Python, these libraries have neither. Without a C
+compiler they are left out, Pillow and torch do their work, and the wheel is a pure one.
 """
 
 from pathlib import Path
@@ -14,14 +14,14 @@ LIBRARIES = {"kasoku.data.decode": ("_jpeg.c", "_pixels.c"), "kasoku.optim.lars"
 
 
 class BuildLibrary(build_ext):
-    """Names the library _native.so, whatever the version of Python."""
+    """Names a library _native.so, whatever the version of Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
 
 
 class Wheel(bdist_wheel):
-    """A wheel for every Python 3: of this system where the library was built, of any system where it was not."""
+    """A wheel for every Python 3: of this system where the libraries were built, of any system where they were not."""
 
     def get_tag(self) -> tuple[str, str, str]:
         self.root_is_pure = not any(Path(self.bdist_dir).rglob("_native.so"))

@@ -24,7 +24,7 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2180,
-    "optim": 1075,
+    "optim": 1035,
     "models": 870,
     "device": 580,
     "data": 4715,
