@@ -13,7 +13,7 @@ from kasoku.optim import Rate, SGDSettings, muon
 from kasoku.training.evaluation import evaluate
 
 
-def accuracy(dataset, epochs=8):
+def trained(dataset, epochs=8):
     torch.manual_seed(0)
     model = cifarnet(num_classes=10, in_channels=3, widths=(32, 64))
     model.prepare(sample(dataset, 1000))
@@ -25,20 +25,31 @@ def accuracy(dataset, epochs=8):
             job.loss(job.model(x_NCHW), y_N).backward()
             job.optimizer.step()
             job.optimizer.zero_grad()
+    return job
+
+
+def accuracy(job, dataset):
     with job.evaluation() as judged:
         return evaluate(judged, loader(dataset, "test", 100)).top1
 
 
 @pytest.fixture(scope="module")
 def from_files(real_data):
-    return accuracy(folder(str(real_data / "imagenette224"), 32))
+    """The training on the files, and its accuracy on them."""
+    files = folder(str(real_data / "imagenette224"), 32)
+    job = trained(files)
+    return job, accuracy(job, files)
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("form", ["jpeg", "raw"])
 def test_training_on_a_pack_is_as_accurate_as_on_the_files(real_data, from_files, tmp_path, form):
-    root = real_data / "imagenette224"
-    pack(str(root), str(tmp_path / "pack"), side=64, format=form, quiet=True)
-    from_pack = accuracy(shards(str(tmp_path / "pack"), 32))
-    assert from_files > 0.5
-    assert abs(from_pack - from_files) < 0.05, (from_pack, from_files)
+    pack(str(real_data / "imagenette224"), str(tmp_path / "pack"), side=64, format=form, quiet=True)
+    packed = shards(str(tmp_path / "pack"), 32)
+    job, on_files = from_files
+    on_pack = accuracy(job, packed)
+    assert on_files > 0.5
+    assert abs(on_pack - on_files) < 0.05, (on_pack, on_files)  # one model sees the same images
+    from_pack = accuracy(trained(packed), packed)
+    # Four seeds on the files lay between 0.603 and 0.657; raw packs are 0.04 better, and may be.
+    assert from_pack > on_files - 0.05, (from_pack, on_files)
