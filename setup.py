@@ -11,6 +11,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 LIBRARIES = {"kasoku.data.decode": ("_jpeg.c", "_pixels.c"), "kasoku.optim.lars": ("_lars.c",)}
+LINKED = {"kasoku.optim.lars": ["dl"]}  # beside libm
 
 
 class BuildLibrary(build_ext):
@@ -34,7 +35,7 @@ setup(
         Extension(
             f"{package}._native",
             [f"src/{package.replace('.', '/')}/{source}" for source in sources],
-            libraries=["m", "dl"],
+            libraries=["m", *LINKED.get(package, [])],
             extra_compile_args=["-O3", "-fwrapv"],
             optional=True,
         )

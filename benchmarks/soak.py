@@ -4,11 +4,11 @@
 
 Two hosts in network namespaces of this machine train with a run folder on a tmpfs, one training after the other:
 digits; digits by Asynchronous; CIFAR-10 (--cifar DIR); photos from a pack on a web server (--photos DIR). Every few
-seconds something goes wrong, now and then two things at once (FAULTS). What has ended is started again, as a launcher
+seconds something goes wrong, now and then two things at once. What has ended is started again, as a launcher
 would. `faults`: how many, by kind. `equal`: trainings whose weights have the bits of an undisturbed one (Asynchronous:
 whose top-1 is at least TOP1). `left_behind`: processes, shared memory and locks that are there afterwards. `stuck`:
-faults after which no step was made for LIMIT_S. `not_as_undisturbed`: how many of all these; if there are any, the exit
-code is 1, and the run folders and what the ranks said stay.
+faults after which no step was made for LIMIT_S. `not_as_undisturbed`: trainings that are not equal, and all that is
+left behind or stuck; if it is above 0, the exit code is 1, and the run folders and what the ranks said stay.
 """
 
 from __future__ import annotations
@@ -371,6 +371,7 @@ class Soak:
             if process.poll() is None:
                 self.stuck.append(f"{self.ranks.workload.name}: a rank had not ended 30 s after another")
                 process.kill()
+                process.wait()
         self.ranks.processes = [p for p in self.ranks.processes if p.poll() == 0]
 
 
@@ -444,7 +445,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, object]:
                     left += left_behind(names, run, shared)
                     if not holds(workload, run, alone.get(workload.name, run)):
                         unequal.append(f"{workload.name}, training {n}")
-                        shutil.copytree(run, folder / f"unequal-{n}")
+                        if run.exists():
+                            shutil.copytree(run, folder / f"unequal-{n}")
         finally:
             site.kill()
             site.wait()

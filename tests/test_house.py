@@ -24,11 +24,11 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2180,
-    "optim": 1035,
+    "optim": 1041,
     "models": 870,
     "device": 580,
     "data": 4715,
-    "distributed": 5925,
+    "distributed": 5930,
     "memory": 2070,
     "tracking": 255,
     "config": 1530,

@@ -51,5 +51,5 @@ def test_training_on_a_pack_is_as_accurate_as_on_the_files(real_data, from_files
     assert on_files > 0.5
     assert abs(on_pack - on_files) < 0.05, (on_pack, on_files)  # one model sees the same images
     from_pack = accuracy(trained(packed), packed)
-    # Four seeds on the files lay between 0.603 and 0.657; raw packs are 0.04 better, and may be.
-    assert from_pack > on_files - 0.05, (from_pack, on_files)
+    # Four seeds on the files lay between 0.603 and 0.657, on a raw pack between 0.662 and 0.698.
+    assert abs(from_pack - on_files) < 0.1, (from_pack, on_files)

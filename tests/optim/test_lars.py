@@ -220,6 +220,37 @@ def test_the_number_of_threads_changes_no_bit():
         assert all(torch.equal(a, b) for a, b in zip(one.all, other.all, strict=True))
 
 
+@pytest.mark.skipif(LIBRARY is None, reason="kasoku was installed without a C compiler")
+@pytest.mark.skipif(sys.platform != "linux", reason="torch may have another OpenMP than GNU's")
+def test_several_threads_share_a_step():
+    assert LIBRARY.kasoku_lars_step(None, None, 0, 3) == 3
+
+
+def test_a_buffer_follows_its_weights_to_another_dtype(path: str):
+    def run(dtype: torch.dtype) -> Tensors:
+        model = Tensors((300,), (64,)).to(dtype)
+        optimizer = lars(model, lr=0.1, momentum=0.9)
+        for now in (dtype, torch.float32):
+            model.to(now)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) / 8
+            optimizer.step()
+        return model
+
+    for a, b in zip(run(torch.bfloat16).all, run(torch.float32).all, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+def test_a_buffer_of_another_shape_is_refused(path: str):
+    model = Tensors((300,), (64,))
+    optimizer = lars(model, lr=0.1)
+    p = next(model.parameters())
+    p.grad = torch.ones_like(p)
+    optimizer.state[p]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(InputError, match=r"momentum_buffer of shape \(3,\)"):
+        optimizer.step()
+
+
 def test_a_run_that_was_saved_goes_on_bit_for_bit(path: str):
     def start():
         model = Net(dropout=0.0).to(memory_format=torch.channels_last)

@@ -67,7 +67,7 @@ def test_sgd_is_the_formula(nesterov: bool):
 
 def test_muon_moves_filters_by_an_orthogonal_matrix():
     torch.manual_seed(0)
-    for shape in [(16, 40), (40, 16)]:
+    for shape in [(16, 40), (40, 16), (16, 31), (16, 24)]:
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape), 5))
         assert values.min() > 0.6
         assert values.max() < 1.3
@@ -99,6 +99,21 @@ def test_muon_is_the_formula(steps: int):
         h = h - 0.5 * (g + 0.85 * vh)
     torch.testing.assert_close(conv.detach().double(), w, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(head.detach().double(), h, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 6, 10])
+@pytest.mark.parametrize("columns", [8, 15, 64])
+def test_orthogonalize_of_nearly_one_row_is_as_in_float64(steps: int, columns: int):
+    torch.manual_seed(0)
+    x = torch.randn(8, 1) @ torch.randn(1, columns) + 1e-6 * torch.randn(8, columns)
+    y = x.double() / x.double().norm()
+    for _ in range(steps):
+        a = y @ y.T
+        y = 3.4445 * y + (-4.7750 * a + 2.0315 * a @ a) @ y
+    largest = torch.linalg.matrix_norm(y, ord=2).item()
+    found = orthogonalize(x, steps)
+    assert found.isfinite().all()
+    assert torch.linalg.matrix_norm(found, ord=2).item() == pytest.approx(largest, rel=0.05)
 
 
 def test_muon_sorts_parameters_into_filters_biases_whitening_and_head():

@@ -26,6 +26,7 @@ from kasoku.core import Comm, InputError, Job, Solo, Threads
 from kasoku.data import Shares
 from kasoku.distributed import AllReduce
 from kasoku.distributed.election import MEMBERS, Election
+from kasoku.distributed.liveness import LostRankError, Watchdog
 from kasoku.distributed.membership import Membership
 from kasoku.distributed.torch_comm import abort
 from kasoku.training.elastic import Snapshots, _copied, _take_over
@@ -351,6 +352,24 @@ def test_a_rank_that_starts_is_alone_where_nobody_trains(tmp_path: Path) -> None
         found = {"token": "x", "first": 2, "addresses": [nobody.getsockname()]}
         (tmp_path / MEMBERS).write_text(json.dumps(found))
         assert Membership().find(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "line"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc] closed by peer"), LostRankError, "rank 0 lost another one at the"),
+        (RuntimeError("can't start new thread"), RuntimeError, "^can't start new thread$"),
+    ],
+)
+def test_only_a_failed_collective_is_a_lost_rank_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, raised: type[Exception], line: str
+) -> None:
+    def start(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Watchdog, "start", start)
+    with pytest.raises(raised, match=line):
+        Membership().start(Solo(), ("127.0.0.1", 1))
 
 
 def test_a_rank_that_comes_when_all_is_over_waits_for_nobody(tmp_path: Path) -> None:

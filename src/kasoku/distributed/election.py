@@ -154,7 +154,7 @@ class Election:
     def join(self) -> NewGroup:
         """Asks the first rank to be taken in, and waits until all ranks are at a boundary of steps.
 
-        Raises InputError if they refuse this one, or none answers.
+        Raises InputError if they refuse this one, if none answers, or if the training has ended.
         """
         reason = "no rank answers any more: start it again"
         for _ in range(_TRIES):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from kasoku.core import Comm, InputError, Solo, say, summary
 from kasoku.distributed.counting_comm import Activity, CountingComm
 from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Election, NewGroup, is_gone, open_store
-from kasoku.distributed.liveness import LostRankError, Watchdog, end_process
+from kasoku.distributed.liveness import LostRankError, Watchdog, end_process, is_lost_rank
 from kasoku.distributed.requests import Address
 from kasoku.distributed.torch_comm import TorchComm, abort, destroy
 
@@ -53,12 +53,17 @@ class Membership:
         self._group = NewGroup(0, [], ("", 0), 0)
 
     def start(self, comm: Comm, store: Address) -> CountingComm:
-        """Starts to watch over the ranks, as a Watchdog does; collective. Raises LostRankError if one is gone."""
+        """Starts to watch over the ranks, as a Watchdog does; collective.
+
+        Raises LostRankError if a collective fails since a rank is gone, and InputError as the Watchdog and Election.
+        """
         try:
             self.comm = self.watchdog.start(comm, store)
             self.comm.activity.membership = self
             self.election.start(self.comm, store)
         except RuntimeError as error:
+            if not is_lost_rank(error):
+                raise
             line = f"rank {comm.rank} lost another one at the start ({summary(error)}): start all ranks again"
             raise LostRankError(line) from error
         return self.comm

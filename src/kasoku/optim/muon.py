@@ -92,15 +92,16 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
     Computed in bfloat16 on GPUs that have it, otherwise in float32 (bfloat16 was not faster on a CPU with AMX).
     Ref: Newton-Schulz with the quintic of Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
 
-    Note: y P(y y') of every iteration is a polynomial of the first y y' times the first y. So in float32 all iterations
-    are done on that small square, and only two products have y's size. In bfloat16 the rounding would add up.
+    Note: each iteration makes P(y y') y, a polynomial of the first y y' times the first y. So in float32 up to 5
+    iterations of a wide matrix work on that small square, and only two products have y's size. In bfloat16, or after
+    more iterations, the rounding would add up.
     """
     a, b, c = _QUINTIC
     tall = len(x) > x.shape[1]
     y = x.mT if tall else x
     y = y / torch.linalg.matrix_norm(y.float(), keepdim=True).clamp(min=1e-7)
     y = y.to(torch.bfloat16 if x.is_cuda and computes_bf16(x.device) else torch.float32).contiguous()
-    if y.dtype == torch.float32 and 2 * len(y) <= y.shape[1]:
+    if y.dtype == torch.float32 and 2 * len(y) <= y.shape[1] and 0 < steps <= 5:
         gram, product = y @ y.mT, None
         for i in range(steps):
             factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
@@ -137,7 +138,7 @@ def muon(
         InputError: for a setting outside its range, or a model without filters.
 
     Saves: steps: reaches the same accuracy in fewer epochs than SGD.
-    Costs: 3 * steps matrix products for each filter in each step, whatever the batch.
+    Costs: up to 4 * steps matrix products for each filter in each step, whatever the batch.
     Maths: v = momentum * v + g; w = sqrt(output channels) * w / |w| - lr * U V' of the SVD U S V' of g + momentum * v,
         approximately; |w| is the norm of the filter bank.
     Ref: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); airbench94_muon for the normalised form.

@@ -3,7 +3,7 @@
 Note: one update, three implementations. In every form, a step is V = keep V + f g + d w and w = shrink w - out V; f and
 d follow from the tensor's two norms (`Rule`). `_lars.c` does it tensor by tensor, so that w and g are still in the
 cache after their norms: 7 passes over memory would be 1.4 times the 5 of plain SGD. `triton.py` does it on CUDA. Where
-neither can, for want of a C compiler or of float32, foreach operations do, and read no value back to the host.
+neither can (no C compiler, another dtype, memory with gaps), foreach operations do, and read no value back to the host.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from kasoku.core.hardware import is_dense
 
-_SHARED = 2**18  # weights from which on several threads share a step
+_SHARED = 2**18  # several threads share a step of at least this many weights
 
 
 def _library() -> Any:
     try:
         library = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
-        library.kasoku_lars.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        library.kasoku_lars_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     except (OSError, AttributeError):  # not built, or for another machine, or from other sources
         return None
     return library
@@ -54,7 +54,7 @@ class Rule:
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """Those that the factors follow from, then those of the update, as kernels read them."""
+        """The numbers that f and d follow from, then those of the update, as kernels read them."""
         factors = (self.rate, self.d0, self.d1, self.decay, self.eta or 0.0, self.eps)
         return (*factors, self.out, self.shrink, float(self.nesterov), self.momentum if self.nesterov else 1.0)
 
@@ -70,7 +70,7 @@ class Move(NamedTuple):
 
 
 def step_cpu(moves: list[Move]) -> list[Move]:
-    """Updates float32 tensors by the C code; returns what it left out."""
+    """Updates float32 tensors by the C code; returns the moves that it left out."""
     left_out: list[Move] = []
     places, numbers, n = array("q"), array("d"), 0
     for move in moves:
@@ -83,7 +83,8 @@ def step_cpu(moves: list[Move]) -> list[Move]:
         places.extend((*at, p.numel(), rule.eta is not None))
         numbers.extend((keep, *rule.numbers))
     threads = torch.get_num_threads() if n >= _SHARED else 1
-    if LIBRARY.kasoku_lars(places.buffer_info()[0], numbers.buffer_info()[0], len(moves) - len(left_out), threads):
+    count = len(moves) - len(left_out)
+    if not LIBRARY.kasoku_lars_step(places.buffer_info()[0], numbers.buffer_info()[0], count, threads):
         raise MemoryError(f"no memory for the norms of {n:,} weights")
     return left_out
 

@@ -63,7 +63,10 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. Raises InputError for a closure."""
+        """One update of every parameter that has a gradient.
+
+        Raises InputError for a closure, and for a buffer whose shape is not its parameter's.
+        """
         if closure is not None:
             raise InputError("LARS.step(closure) is not supported: call backward() in the loop, then step()")
         alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Move]] = {}
@@ -75,7 +78,11 @@ class LARS(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 buffer = state.get("momentum_buffer")
-                state["momentum_buffer"] = torch.zeros_like(p) if buffer is None else laid_out_like(p, buffer)
+                if buffer is not None and buffer.shape != p.shape:
+                    got = f"a momentum_buffer of shape {tuple(buffer.shape)} for weights of {tuple(p.shape)}"
+                    raise InputError(f"{got}: load the optimizer's state of this model")
+                # the weights may have another dtype or device by now
+                state["momentum_buffer"] = torch.zeros_like(p) if buffer is None else laid_out_like(p, buffer.to(p))
                 keep = group["momentum"] * state.pop("scale", 1.0)  # of an older checkpoint
                 if group["form"] == "mxnet":
                     last = state.get("lr", 0.0)
