@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2070,
     "tracking": 255,
     "config": 1530,
-    "tune": 1525,
+    "tune": 1465,
     "simulate": 1385,
     "report": 2420,
     "training": 2710,

@@ -56,6 +56,8 @@ class Slow(Net):
 class Planted:
     """Measures sizes by a curve of seconds a step; `tried` tells which. `brief`: a look takes five steps.
 
+    `noise`: the gradient noise scale, by which branches learn; None: they do not. `trained` tells which.
+
     `jitter`: of each step, normally distributed, as a share; drawn anew for each `seed`. `halts`: the share of steps
     that take half as long again.
     """
@@ -69,6 +71,7 @@ class Planted:
     seed: int = 0
     brief: bool = False
     tried: list[int] = field(default_factory=list)
+    trained: list[tuple[int, float, int]] = field(default_factory=list)
     clock: Hand = field(default_factory=Hand)
 
     def __call__(self, batch: int) -> Measurement:
@@ -83,12 +86,21 @@ class Planted:
             taken_s = [s * (1.5 if dice.random() < self.halts else 1.0) for s in taken_s]
         self.clock.now_s += WARM * step_s + sum(taken_s[-steps:])
         times = interval(taken_s)
-        return Measurement(batch, *times, utilisation=self.usage(batch), noise=self.noise, steps=seen)
+        return Measurement(batch, *times, utilisation=self.usage(batch), steps=seen)
+
+    def branch(self, batch: int, rate: float, images: int) -> list[float]:
+        """Losses that fall as exp(-progress), where an image is worth 1 / (1 + batch / noise); the trunk ends at 1."""
+        trunk = not self.trained
+        self.trained.append((batch, rate, images))
+        self.clock.now_s += images / batch * self.step_s(batch)
+        worth = 1 / (1 + batch / self.noise) if self.noise else 0.0
+        losses = [math.exp(-0.1 * quarter * worth) for quarter in (1, 2, 3, 4)]
+        return [] if batch > self.fits else [loss / losses[-1] for loss in losses] if trunk else losses
 
     def tries(
         self, start: int = 32, *, least: int = 8, most: int = 512, multiple: int = 1, until_s: float = math.inf
     ) -> SizeSearch:
-        return SizeSearch(self, start, least, most, multiple, 50_000, until_s, self.clock)
+        return SizeSearch(self, start, least, most, multiple, 50_000, until_s, self.clock, self.branch)
 
     def sweep(self, most: int) -> tuple[list[int], float]:
         """Sizes 8 x 1.25^k up to `most` and to what fits, and the seconds of 30 steps of each."""

@@ -39,7 +39,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, batch: int, **more: object) -> list
         asked.append({"strategy": strategy, "accumulate": job.accumulate, **given})
         samples = (
             Measurement(8, failed="out of memory"),
-            Measurement(batch, 0.01, 0.009, 0.011, 0.001, 0.8, 100.0),
+            Measurement(batch, 0.01, 0.009, 0.011, 0.001, 0.8),
         )
         return BatchSizeResult(batch, samples, "as planted", 0.5, strategy="TimeToTarget", budget_s=60.0, **more)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from kasoku.optim import EMA, Clip, Rate, sgd
 from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, tune_batch_size
 from kasoku.tune.measurement import BatchSizeResult, Measurement, MemoryForecast
 from kasoku.tune.strategies import Strategy
-from kasoku.tune.trial import NoiseEstimate, Sandbox, Trial, copy_of
+from kasoku.tune.trial import Sandbox, copy_of
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
@@ -163,22 +162,16 @@ def test_every_strategy_runs_on_a_real_job(strategy: Strategy):
     assert all(0 <= s.utilisation <= 1 for s in found.samples)
 
 
-def test_the_noise_scale_is_that_of_the_later_half_of_the_looks(monkeypatch):
-    seen = []
-
-    def planted(*_, **__):
-        seen.append(1e12 if len(seen) < 2 else 100.0 + len(seen))  # the first steps are wild
-        return NoiseEstimate(1.0, seen[-1])
-
-    monkeypatch.setattr(Trial, "_noise", planted)
-    found = tuned(small_job(), most=256)
-    assert len(seen) >= 3
-    assert found.samples[-1].noise == statistics.median(seen[len(seen) // 2 :])
-
-
-def test_the_noise_scale_is_measured_where_it_is_asked_for():
-    assert any(s.noise is not None and s.noise > 0 for s in tuned(small_job(), most=128).samples)
-    assert all(s.noise is None for s in tuned(small_job(), Throughput(), most=32).samples)
+def test_branches_show_how_the_digits_need_more_epochs_with_a_larger_batch():
+    job = small_job()
+    before = weights(job)
+    found = tuned(job, most=512)
+    assert_same(weights(job), before)
+    assert "times the epochs of batch 16 (critical batch " in found.why
+    epochs = dict(sorted(zip((s.batch for s in found.samples), found.epochs, strict=True)))
+    assert [*epochs.values()] == sorted(epochs.values())
+    assert epochs[16] == 1
+    assert max(epochs.values()) > 1.2
 
 
 def test_a_budget_too_short_gives_the_first_size_and_says_so():
@@ -331,7 +324,7 @@ def test_bad_settings_are_one_clear_line_each():
 
 def test_tuning_json_has_what_the_page_shows():
     samples = (
-        Measurement(8, 0.1, 0.09, 0.11, input_s=0.01, utilisation=0.5, noise=12.0),
+        Measurement(8, 0.1, 0.09, 0.11, input_s=0.01, utilisation=0.5),
         Measurement(16, 0.15, 0.14, 0.16),
         Measurement(32, failed="out of memory"),
     )

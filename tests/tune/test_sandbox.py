@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from contracts import Net, assert_same, rule, train, weights
 from helpers.planted import Hand, Slow
 from helpers.toy_images import image_job
-from kasoku.core import InputError, Job, Solo, Stage, StepDecay, Technique
+from kasoku.core import Comm, InputError, Job, Solo, Stage, StepDecay, Technique, Threads
 from kasoku.core.clock import Stopwatch, Wall
 from kasoku.data import Dataset, GrowBatch, LowResolution, digits, folder, loader
 from kasoku.device import Compile
-from kasoku.distributed import VirtualRanks
+from kasoku.distributed import AllReduce, VirtualRanks
 from kasoku.optim import EMA, sgd
 from kasoku.tune import BatchSizeResult, EpochTimeMinimize, Throughput, TimeToTarget, tune_batch_size
 from kasoku.tune.measurement import Needs
@@ -222,13 +222,56 @@ def test_a_budget_is_kept_but_for_the_first_size(strategy, budget_s, base_s):
         assert "time was over" in found.why
 
 
-def test_the_noise_is_left_out_where_it_would_come_too_late():
-    clock = Hand()
-    job = image_job(model=Slow(clock, float), comm=Solo(clock))
-    trial = Trial(job, Needs(noise=True, brief=True))
-    assert trial.run(8, 5, allowed_s=100.0).noise is not None
-    until_s = clock.now_s + 6 * 8 + 1  # one thrown away, five timed
-    assert trial.run(8, 5, allowed_s=100.0, until_s=until_s).noise is None
+# ---- branches
+
+
+def test_each_branch_begins_at_the_end_of_the_trunk_whatever_was_tried_before():
+    job = image_job(EMA(decay=0.8), model=Net(dropout=0))
+    train(job, 2)
+    trial = Trial(job, Needs(brief=True))
+    *_, start = trial.branch(8, 1.0, 64)
+    trunk = weights(trial.sandbox)
+    assert any(not torch.equal(x, trunk[name]) for name, x in weights(job).items())
+    one, still = trial.branch(8, 1.0, 64), trial.branch(16, 0.0, 64)
+    assert still == pytest.approx([start] * 4, abs=1e-6)
+    assert not trial.branch(16, 1e30, 64)[-1] < 1e6
+    trial.run(16, 5, allowed_s=10.0)
+    assert trial.branch(8, 1.0, 64) == one
+    assert start != one[-1]
+
+
+def test_the_rate_rises_in_the_trunk_and_stays_in_a_branch():
+    seen: list[float] = []
+
+    def loss(outputs: Tensor, y_N: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            seen.append(trial.sandbox.optimizer.param_groups[0]["lr"] / trial.sandbox.rates[0])
+        return nn.functional.cross_entropy(outputs, y_N)
+
+    trial = Trial(image_job(loss=loss), Needs(brief=True))
+    trial.branch(8, 0.5, 64)
+    assert seen == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5])
+    seen.clear()
+    trial.branch(16, 2.0, 64)
+    assert seen == pytest.approx([2.0] * 4)
+
+
+def test_the_last_loss_of_a_trunk_is_that_of_its_end():
+    trial = Trial(image_job(model=Net(dropout=0)), Needs(brief=True))
+    *_, start = trial.branch(8, 1.0, 8 * 7)  # no four quarters
+    assert trial.branch(16, 0.0, 64) == pytest.approx([start] * 4, abs=1e-6)
+
+
+def test_a_rank_trains_a_branch_of_whole_steps_on_its_own():
+    def rank(comm: Comm) -> tuple[list[float], int]:
+        images: list[int] = []
+        job = image_job(AllReduce(), comm=comm, loss=lambda out, y: images.append(len(y)) or out.square().mean())
+        losses = Trial(job, Needs(brief=True)).branch(16, 1.0, 64)
+        return losses, sum(images)
+
+    (one, images), (other, _) = Threads(2).run(rank)
+    assert images == 64 + 4 * 16, "and those that are held"
+    assert one != other
 
 
 # ---- devices

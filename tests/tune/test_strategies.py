@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from helpers.planted import CURVES, Planted
 from kasoku.core import InputError
+from kasoku.tune import strategies
 from kasoku.tune.measurement import interval
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
 
@@ -111,12 +115,74 @@ def test_time_to_target_finds_the_best_product_of_speed_and_worth(scale: float, 
     found = TimeToTarget().search(device.tries())
 
     def goodput(batch: int) -> float:
-        return batch / device.step_s(batch) * (scale + 32) / (scale + batch)
+        return batch / device.step_s(batch) * (scale + 8) / (scale + batch)
 
     best = max(range(8, 513), key=goodput)
     assert goodput(found.batch) >= 0.97 * goodput(best), f"{found.batch}, not {best}"
-    assert found.epochs == pytest.approx([(scale + s.batch) / (scale + 32) for s in found.samples])
-    assert f"{scale:,.0f} images" in found.why
+    assert found.epochs == pytest.approx([(scale + s.batch) / (scale + 8) for s in found.samples], rel=0.06)
+    critical = max(8 * 2**k for k in range(7) if scale + 8 * 2**k <= 1.1 * (scale + 8))
+    assert f"(critical batch {critical})" in found.why
+
+
+def test_branches_have_twice_the_batch_of_one_another_equal_images_and_rates_that_follow():
+    for scaling, power in (("linear", 1.0), ("sqrt", 0.5)):
+        device = Planted(CURVES["a line"], noise=100.0)
+        TimeToTarget(scaling=scaling).search(device.tries(64, most=300))
+        sizes = [64, 16, 32, 64, 128, 256]  # the trunk first
+        assert [batch for batch, _, _ in device.trained] == sizes
+        assert [rate for _, rate, _ in device.trained] == pytest.approx([(b / 64) ** power for b in sizes])
+        (_, _, trunk), *branches = device.trained
+        images = {images for _, _, images in branches}
+        assert images == {2 * trunk}
+        assert 0 < 2 * trunk <= 50_000
+
+
+@pytest.mark.parametrize("budget_s", [3e4, 3e5, 3e6])
+def test_branches_take_at_most_half_of_the_budget(budget_s: float):
+    device = Planted(CURVES["a line"], noise=100.0)
+    curve = strategies._branched(device.tries(until_s=budget_s), 1.0)
+    assert device.clock.now_s <= 0.52 * budget_s
+    assert device.clock.now_s >= 0.1 * budget_s or device.trained[1][2] > 40_000
+    assert len(curve) >= 2
+
+
+def test_the_trunk_has_the_jobs_own_batch_or_the_smallest():
+    for start, trunk in ((64, 64), (100, 100), (20, 16), (8, 8)):
+        device = Planted(CURVES["a line"], noise=100.0)
+        TimeToTarget().search(device.tries(start))
+        assert device.trained[0][0] == trunk
+
+
+def test_sizes_outside_the_branches_are_not_tried():
+    device = Planted(CURVES["a line"], noise=100.0)
+    TimeToTarget().search(replace(device.tries(128), images=600))
+    assert {batch for batch, *_ in device.trained} == {32, 64, 128}, "each makes at least four updates"
+    assert min(device.tried) == 32
+    assert max(device.tried) <= 128
+
+
+class Quadratic(Planted):
+    """SGD on h w^2 / 2 in two directions, with noise: rates in proportion to the batch are stable below 213."""
+
+    def branch(self, batch: int, rate: float, images: int) -> list[float]:
+        trunk = not self.trained
+        super().branch(batch, rate, images)
+        dice, w, losses = random.Random(0), [1.0, 50.0] if trunk else self.state, []
+        for step in range(1, images // batch + 1):
+            noisy = [h * x + dice.gauss(0, 0.1 / math.sqrt(batch)) for h, x in zip((1.0, 0.01), w, strict=True)]
+            w = [x - 0.3 * rate * g for x, g in zip(w, noisy, strict=True)]
+            if step % (images // batch // 4) == 0:
+                losses.append(sum(h * x * x for h, x in zip((1.0, 0.01), w, strict=True)))
+        self.state = w if trunk else self.state
+        return losses
+
+
+def test_the_critical_batch_of_a_noisy_quadratic_is_the_largest_at_which_its_rate_is_stable():
+    device = Quadratic(CURVES["launches for long"])
+    found = TimeToTarget().search(replace(device.tries(), images=8192))
+    assert "(critical batch 128)" in found.why
+    assert 128 <= found.batch < 256
+    assert Throughput().search(device.tries()).batch > 256
 
 
 def test_time_to_target_takes_a_smaller_size_than_throughput_in_low_noise():
@@ -124,11 +190,32 @@ def test_time_to_target_takes_a_smaller_size_than_throughput_in_low_noise():
     assert TimeToTarget().search(device.tries()).batch < Throughput().search(device.tries()).batch / 4
 
 
-def test_time_to_target_without_a_noise_scale_is_throughput_and_says_so():
-    one, other = Planted(CURVES["a line"]), Planted(CURVES["a line"])
-    found = TimeToTarget().search(one.tries())
-    assert found.batch == Throughput().search(other.tries()).batch
-    assert "noise scale is unknown" in found.why
+def test_where_branches_show_nothing_time_to_target_is_throughput_and_says_so():
+    flat, short = Planted(CURVES["a line"]), Planted(CURVES["a line"], noise=5.0)
+    searched = [TimeToTarget().search(flat.tries()), TimeToTarget().search(replace(short.tries(), images=60))]
+    assert flat.trained, "no branch learns"
+    assert not short.trained, "too few images for two sizes"
+    for found in searched:
+        assert found.batch / flat.step_s(found.batch) >= 0.97 * 512 / flat.step_s(512)
+        assert "without branches all images count the same" in found.why
+
+
+def test_where_the_smallest_branch_does_not_learn_epochs_are_relative_to_the_next():
+    class Sparse(Planted):
+        def branch(self, batch: int, rate: float, images: int) -> list[float]:
+            losses = super().branch(batch, rate, images)
+            return losses if batch > 8 else [math.nan] * 4
+
+    found = TimeToTarget().search(Sparse(CURVES["a line"], noise=100.0).tries())
+    assert "times the epochs of batch 16" in found.why
+    assert min(zip((s.batch for s in found.samples), found.epochs, strict=True), key=lambda pair: pair[1])[1] == 1
+
+
+def test_a_size_that_does_not_fit_ends_the_branches():
+    device = Planted(CURVES["a line"], noise=100.0, fits=100)
+    found = TimeToTarget().search(device.tries())
+    assert [batch for batch, *_ in device.trained] == [32, 8, 16, 32, 64]
+    assert found.batch <= 100
 
 
 def test_time_to_target_goes_by_a_curve_of_epochs_within_it():
@@ -138,9 +225,11 @@ def test_time_to_target_goes_by_a_curve_of_epochs_within_it():
     found = strategy.search(device.tries())
     assert min(device.tried) >= 16
     assert max(device.tried) <= 256
-    target_s = {b: strategy.epochs_at(b, 0, None) * device.step_s(b) / b for b in range(16, 257)}
+    assert not device.trained
+    logs, epochs = np.log([b for b, _ in curve]), [e for _, e in curve]
+    target_s = {b: np.interp(math.log(b), logs, epochs) * device.step_s(b) / b for b in range(16, 257)}
     assert target_s[found.batch] <= 1.03 * min(target_s.values())
-    assert [strategy.epochs_at(b, 0, None) for b in (16, 32, 64, 256)] == pytest.approx([10, 11, 12, 30])
+    assert found.epochs == pytest.approx(np.interp(np.log([s.batch for s in found.samples]), logs, epochs))
 
 
 @pytest.mark.parametrize(

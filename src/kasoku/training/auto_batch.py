@@ -41,7 +41,7 @@ class TunedRecipe(NamedTuple):
 def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tuple[int, int] = (0, 0)) -> TunedRecipe:
     """Chooses the batch of a recipe as its table [tune] says; the same on all ranks. Collective.
 
-    A strategy with an argument `epochs`, as TimeToTarget, gets the recipe's own epochs for each batch if they differ.
+    A strategy's arguments `epochs` and `scaling` get the recipe's own: epochs for each batch, if they differ.
 
     Args:
         recipe: with the batch to begin at.
@@ -65,14 +65,14 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tupl
     begin = _begin(at, recipe.batch, multiple)
     training = run_on_all_ranks(comm, lambda: build(at_once(begin), comm))
     job, dataset = training.job, training.dataset
-    images, few = len(dataset.train), 8 * comm.size
-    least, most = limits(at_once, sizes, images=images, multiple=multiple, begin=begin, few=few)
+    least, most = limits(at_once, sizes, images=len(dataset.train), multiple=multiple, begin=begin, few=8 * comm.size)
     if comm.rank == 0 and sizes[0] and least <= most and (least, most) != sizes:
         range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
         say(f"{range_} can be shared by the ranks and trained with")
     factory = recipe.tune.strategy or Factory("kasoku.tune.TimeToTarget")
     kind: type[Strategy] = Strategy  # type: ignore[type-abstract]
-    strategy = run_on_all_ranks(comm, lambda: checked(factory(epochs=curve(at, least, most)), kind, "tune.strategy"))
+    known = {"epochs": curve(at, least, most), "scaling": recipe.scaling}
+    strategy = run_on_all_ranks(comm, lambda: checked(factory(**known), kind, "tune.strategy"))
 
     def search() -> BatchSizeResult:
         try:

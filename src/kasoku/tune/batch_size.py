@@ -24,7 +24,7 @@ from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError, SharedInputError
 from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Measurement, SizeSearch, interval, out_of_memory
 from kasoku.tune.strategies import Strategy, TimeToTarget
-from kasoku.tune.trial import NoiseEstimate, StepTimes, Trial, undisturbed
+from kasoku.tune.trial import StepTimes, Trial, undisturbed
 
 _MIN_IMAGES, _MAX_IMAGES = 8, 8192  # of a rank, by default
 _TIME_SHARE = 3  # a size may take a third of the remaining time
@@ -49,8 +49,8 @@ def tune_batch_size(
     Steps run on copies of the job's model and optimizer, with its techniques, loss and data. The first step of a size
     is not counted; its time is the median of the next 20, or of as many as the time left permits. TimeToTarget and
     Throughput time a size for five steps, and again, as often as a decision needs it, up to 20. The rate rises from
-    near 0 to its value after the warm-up. Afterwards model, optimizer, random states, statistics and data order are as
-    before, bit for bit. All ranks get the same result.
+    near 0 to its value after the warm-up; branches have rates that follow the batch. Afterwards model, optimizer,
+    random states, statistics and data order are as before, bit for bit. All ranks get the same result.
 
     The copies leave out: GrowBatch and LowResolution (the size itself is tried, with full images); Shares; the
     schedule of the rate; on several ranks VirtualRanks, and the exchange of gradients, which is timed once and added:
@@ -69,7 +69,7 @@ def tune_batch_size(
     Raises:
         InputError: for an empty range, a loader whose batch cannot change, and where no size can be trained.
 
-    Costs: a second model and optimizer in memory during the search.
+    Costs: a second model and optimizer in memory during the search; with branches a third.
     """
     if not budget_s > 0:
         raise InputError(f"budget_s={budget_s:g}: seconds above 0")
@@ -97,8 +97,8 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         multiple = multiple or ranks * job.accumulate * math.prod(groups)
         least = least or max(multiple, min(_MIN_IMAGES * ranks, sandbox.start))
         most = min(most or _MAX_IMAGES * ranks, images)
-        tries = SizeSearch(measure, sandbox.start, least, most, multiple, images, budget_s, measure)
-        result = strategy.search(tries)
+        bounds = (sandbox.start, least, most, multiple)
+        result = strategy.search(SizeSearch(measure, *bounds, images, budget_s, measure, measure.branch, ranks))
         own = result.batch / ranks / statistics.median(measure.timed[result.batch].steps_s)
         return replace(result, speeds=tuple(job.comm.gather_objects(own)) if ranks > 1 else ())
 
@@ -138,7 +138,6 @@ class _Measurer:
         self.began_s = job.clock.now()
         self.elapsed_s = 0.0
         self.timed: dict[int, StepTimes] = {}  # the steps of this rank at each size
-        self.scales: list[float] = []  # the gradient noise scale of each measurement
         self.overlaps = any(technique.overlaps_backward for technique in job.applied)
         self.exchange_s = self._exchange() if job.comm.size > 1 else 0.0
 
@@ -152,7 +151,7 @@ class _Measurer:
             return Measurement(batch, failed="it would not fit in memory")
         steps = BRIEF if self.trial.needs.brief else STEPS
         allowed_s = (self.budget_s - self.elapsed_s) / _TIME_SHARE
-        run = partial(self.trial.run, batch, steps, allowed_s=allowed_s, until_s=self.began_s + self.budget_s)
+        run = partial(self.trial.run, batch, steps, allowed_s=allowed_s)
         ran = _on_all_ranks(self.job.comm, run, f"make a step with batch={batch}")
         if ran is None:
             self.reduce([])  # time has passed
@@ -167,18 +166,15 @@ class _Measurer:
         """The measurement of all ranks together: the time of the slowest, the mean of the rest."""
         times = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
         step_s, low_s, high_s, input_s, fewest = self.reduce(times)
-        own = ran.noise
-        estimate = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
-        usage, known, signal, trace = self.reduce([ran.utilisation, *estimate], op="mean")
-        if known:
-            self.scales.append(NoiseEstimate(signal / known, trace / known).scale)
-        late = self.scales[len(self.scales) // 2 :]  # the first steps of a training are not typical
-        scale = statistics.median(late) if late else math.inf
+        (usage,) = self.reduce([ran.utilisation], op="mean")
         hidden_s = _BACKWARD * max(0.0, step_s - input_s) if self.overlaps else 0.0
-        more_s = max(0.0, self.exchange_s - hidden_s)
-        common = (step_s + more_s, low_s + more_s, high_s + more_s, input_s)
-        noise = scale if math.isfinite(scale) else None
-        return Measurement(batch, *common, utilisation=usage, noise=noise, steps=-round(fewest))
+        add_s = max(0.0, self.exchange_s - hidden_s)
+        return Measurement(batch, step_s + add_s, low_s + add_s, high_s + add_s, input_s, usage, steps=-round(fewest))
+
+    def branch(self, batch: int, rate: float, images: int) -> list[float]:
+        """The means over the ranks of what their branches return; empty where memory is short. Collective."""
+        run = partial(self.trial.branch, batch, rate, images)
+        return self.reduce(_on_all_ranks(self.job.comm, run, f"train with batch={batch}") or [], op="mean")
 
     def reduce(self, values: list[float], *, op: str = "max") -> list[float]:
         """The maximum, or the mean, over the ranks; advances the common clock. Collective."""

@@ -117,8 +117,6 @@ class Measurement:
         high_s: two standard errors above it.
         input_s: median seconds of a step spent waiting for input.
         utilisation: of the device, 0 to 1: the mean of the higher half of the readings; nan: unknown.
-        noise: the current estimate of the gradient noise scale, in images; None: not measured, or too large to be
-            seen.
         failed: why there are no timings, such as "out of memory".
         steps: how many steps the medians are of.
     """
@@ -129,7 +127,6 @@ class Measurement:
     high_s: float = math.inf
     input_s: float = 0.0
     utilisation: float = math.nan
-    noise: float | None = None
     failed: str = ""
     steps: int = STEPS
 
@@ -156,7 +153,6 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 class Needs:
     """The measurements that a strategy needs."""
 
-    noise: bool = False  # the gradient noise scale
     watch_s: float = 0.0  # seconds during which utilization is read at each size; 0: not needed
     brief: bool = False  # time few steps at first; measuring a size again adds to them
 
@@ -171,7 +167,7 @@ class BatchSizeResult:
         why: the reason for the choice, in words.
         spent_s: seconds of the search.
         in_time: False: the budget ended the search, and this is the best size so far.
-        epochs: of training to the target at each size, absolute or relative to the current size; empty where the
+        epochs: of training to the target at each size, absolute or relative to the smallest branch; empty where the
             strategy does not use them.
         strategy: its name.
         budget_s: the time budget.
@@ -213,7 +209,10 @@ class SizeSearch:
         multiple: sizes are multiples of it.
         images: of an epoch.
         until_s: the deadline, on the clock.
-        clock: the same on all ranks.
+        clock: the same on all ranks, from the start of the search.
+        branch: (batch, multiple of the rates, images) -> the losses after each quarter of a branch; empty where memory
+            is short. The first one is the trunk, at whose end the others begin.
+        ranks: each trains all of a branch.
     """
 
     measure: Callable[[int], Measurement]
@@ -224,12 +223,13 @@ class SizeSearch:
     images: int
     until_s: float
     clock: Clock
+    branch: Callable[[int, float, int], Sequence[float]]
+    ranks: int = 1
     samples: list[Measurement] = field(default_factory=list)
     failed: int | None = None  # the smallest size that failed
 
     def __post_init__(self) -> None:
         got = f"batches from {self.least} to {self.most}: none of them can be tried"
-        self.began_s = self.clock.now()
         self.least = -(-self.least // self.multiple) * self.multiple
         self.most = self.most // self.multiple * self.multiple
         if self.least > self.most:
@@ -267,5 +267,4 @@ class SizeSearch:
     ) -> BatchSizeResult:
         why = why if in_time else f"time was over, the best so far: {why}"
         of_each = tuple(epochs(s.batch) for s in self.samples) if epochs else ()
-        spent_s = self.clock.now() - self.began_s
-        return BatchSizeResult(batch, tuple(self.samples), why, spent_s, in_time, of_each)
+        return BatchSizeResult(batch, tuple(self.samples), why, self.clock.now(), in_time, of_each)

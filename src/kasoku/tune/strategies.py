@@ -18,7 +18,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, NamedTuple, Protocol, runtime_checkable
+from itertools import takewhile
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -35,6 +36,8 @@ _AGAIN = 1.0  # time for repeated measurements, as a multiple of that for first 
 _CHECK_EVERY = 5  # loops between two tests of convergence
 _MAX_LOOPS = 100
 _MAX_STEP = 10  # multiples by which a size grows at most
+_COST = 1.5  # time of an image in a branch, of which the losses are a part, over that in a step
+_CRITICAL = 1.1  # times the images of the smallest branch: what the critical batch needs at most
 _Gain = Annotated[float, Range("a share such as 0.02", above=0, below=1)]
 
 
@@ -45,12 +48,9 @@ def best_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
 
 
 def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple[Measurement, bool]:
-    """Measures sizes until no other may gain `least_gain` over the best; returns the best, and whether time sufficed.
-
-    `worth` may depend on all measurements so far.
-    """
+    """Measures sizes until no other may gain `least_gain` over the best; returns it, and whether time sufficed."""
     batch: int | None = tries.least
-    first_s = again_s = 0.0
+    first_s, again_s = sum(s.steps * s.step_s for s in tries.samples if not s.failed), 0.0
     while batch is not None:
         known = any(sample.batch == batch for sample in tries.samples)
         began_s = tries.clock.now()
@@ -246,17 +246,19 @@ class TimeToTarget(Checked):
     Args:
         epochs: (batch, epochs to the target) of at least two sizes, the smallest first, such as the points of a
             recipe. Between them epochs are interpolated along the logarithm of the batch; sizes outside are not tried.
-            Empty: epochs follow from the gradient noise scale, measured at the timed steps.
+            Empty: they follow from branches, short trainings from one state, in about half of the time at most.
         least_gain: a size with a smaller expected gain (a share) is not tried.
+        scaling: how the rates of a branch follow its batch, as in a recipe: in proportion, or with its root.
 
-    Maths: an image at batch B is worth (phi + B0) / (phi + B) of one at B0, with the noise scale phi; so epochs grow
-        like phi + B. The scale is the median of the later half of the estimates. It grows during training, so the
-        chosen size is rather too small than too large. If it is unknown, all images are worth the same.
-    Ref: McCandlish et al. 2018 (arXiv 1812.06162); the product: Pollux, Qiao et al. 2021 (arXiv 2008.12260).
+    Maths: a size whose branch ends at the loss that the smallest one had after a share 1 / r of the images needs r
+        times the epochs. r falls during training, so in a long one the chosen size is rather too small than too large.
+    Ref: Merrill et al. 2025 (arXiv 2505.23971); the product: Pollux, Qiao et al. 2021 (arXiv 2008.12260).
     """
 
     epochs: tuple[tuple[int, float], ...] = ()
     least_gain: _Gain = 0.02
+    scaling: Literal["linear", "sqrt", "legw"] = "linear"
+    needs: ClassVar[Needs] = Needs(brief=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -266,41 +268,61 @@ class TimeToTarget(Checked):
             wanted = "at least two pairs (batch, epochs), the smallest batch first, all above 0"
             raise InputError(f"epochs={self.epochs}: {wanted}")
 
-    @property
-    def needs(self) -> Needs:
-        """The noise scale, unless the epochs are known."""
-        return Needs(noise=not self.epochs, brief=True)
-
     def search(self, tries: SizeSearch) -> BatchSizeResult:
-        if self.epochs:
-            (smallest, _), *_, (largest, _) = self.epochs
-            tries = replace(tries, least=max(tries.least, smallest), most=min(tries.most, largest))
-
-        def scale() -> float | None:
-            """The latest noise scale, which is estimated from all measurements up to it."""
-            return next((s.noise for s in reversed(tries.samples) if s.noise is not None), None)
+        curve = self.epochs or _branched(tries, 1.0 if self.scaling == "linear" else 0.5)
+        sizes, values = zip(*(curve or [(tries.least, 1.0), (tries.most, 1.0)]), strict=True)
+        tries = replace(tries, least=max(tries.least, sizes[0]), most=min(tries.most, sizes[-1]))
 
         def epochs(batch: int) -> float:
-            return self.epochs_at(batch, tries.start, scale())
+            return float(np.interp(math.log(batch), np.log(sizes), values))
 
         best, in_time = search_sizes(tries, lambda b, step_s: b / step_s / epochs(b), least_gain=self.least_gain)
-        rate, count, noise, longer = f"{best.images_per_s:,.0f} images/s", len(tries.good), scale(), epochs(best.batch)
+        rate, count, longer = f"{best.images_per_s:,.0f} images/s", len(tries.good), epochs(best.batch)
         if self.epochs:
             seconds = longer * tries.images / best.images_per_s
             why = f"{rate} and {longer:.1f} epochs make {seconds:,.0f} s, the least of {count} sizes"
-        elif noise is None:
-            why = f"{_most(best, tries)}; the gradient noise scale is unknown, so all images count the same"
+        elif not curve:
+            why = f"{_most(best, tries)}; without branches all images count the same"
         else:
-            epochs_of = f"{longer:.2f} times the epochs of batch {tries.start}"
-            why = f"{rate} at {epochs_of} (gradient noise scale {noise:,.0f} images), the best of {count} sizes"
+            critical = max(batch for batch, ratio in curve if ratio <= _CRITICAL)
+            epochs_of = f"{longer:.2f} times the epochs of batch {sizes[0]}"
+            why = f"{rate} at {epochs_of} (critical batch {critical:,}), the best of {count} sizes"
         return tries.result(best.batch, why, epochs=epochs, in_time=in_time)
 
-    def epochs_at(self, batch: int, start: int, scale: float | None) -> float:
-        """Epochs to the target; without known epochs, relative to those of `start`, by the noise scale."""
-        if not self.epochs:
-            return (scale + batch) / (scale + start) if scale is not None else 1.0
-        sizes, epochs = zip(*self.epochs, strict=True)
-        return float(np.interp(math.log(batch), np.log(sizes), epochs))
+
+def _branched(tries: SizeSearch, power: float) -> tuple[tuple[int, float], ...]:
+    """(batch, images to the same loss as a multiple of the smallest's) of branches from a quarter of `start` upwards.
+
+    Empty where time, images or memory are short for two that learn. Rates follow the batch to `power`.
+    """
+    base = min(max(tries.start // 4 // tries.multiple * tries.multiple, tries.least), tries.most)
+    first = tries.take(base)
+    if first is None or first.failed:
+        return ()
+    stop_s = (tries.clock.now() + tries.until_s) / 2
+    room_s = (stop_s - tries.clock.now()) / _COST / tries.ranks
+    fits = {base * 2**k: min(tries.images, room_s * base / first.step_s / (2 + k)) for k in range(64)}  # and the trunk
+    sizes = [size for size, images in fits.items() if size <= tries.most and 4 * size <= images]
+    sizes = [*takewhile(lambda size: (sample := tries.take(size)) is not None and not sample.failed, sizes)]
+    if len(sizes) < 2:
+        return ()
+    affordable = min(tries.images, room_s / sum(s.step_s / s.batch for s in tries.good))
+    images = max(1, int(affordable // (4 * sizes[-1]))) * 4 * sizes[-1]  # each size makes whole steps in a quarter
+    trunk = max(size for size in sizes if size <= max(base, tries.start))  # about the job's own batch
+    falls, curve, start = np.zeros(5), list[tuple[int, float]](), math.nan
+    for i, size in enumerate([trunk, *sizes]):
+        rate, length = (size / tries.start) ** power, images if i else images // 2
+        if tries.clock.now() > stop_s or not (losses := tries.branch(size, rate, length)):
+            break
+        if i == 0:
+            start = losses[-1]
+        elif not curve:
+            falls[1:] = np.maximum.accumulate(start - np.array(losses))
+        if falls[-1] > 0:
+            quarters = float(np.interp(start - statistics.fmean(losses[2:]), falls, range(5)))  # nan where it diverged
+            before = curve[-1][1] if curve else 0.5  # twice the batch needs no fewer images, and no more updates
+            curve.append((size, min(2 * before, max(before, 1.0, 3.5 / max(0.01, quarters)))))
+    return tuple(curve) if len(curve) > 1 else ()
 
 
 def _most(best: Measurement, tries: SizeSearch) -> str:

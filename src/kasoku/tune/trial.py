@@ -1,6 +1,4 @@
-"""Times a few steps of one batch size in the sandbox, and estimates the gradient noise scale from some of them.
-
-The scale is the number of images in a gradient beyond which more images add little.
+"""Times a few steps of one batch size in the sandbox, and trains short branches there from one state.
 
 Note: the sandbox is a copy of a job whose steps cost as much as the job's own and change nothing in the job. Techniques
 attach closures to the model, and these refer to the job. So the model and the optimizer's state are copied without them
@@ -13,10 +11,9 @@ import itertools
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -34,16 +31,13 @@ from kasoku.tune.measurement import MemoryForecast, Needs
 _RAMP = 100  # steps in which a copy's rate rises
 _WARM_UP = 2  # steps at most that are not timed: they allocate memory, choose and compile kernels
 _MIN_STEPS = 3  # when time is short
-_NOISE_PASSES = 4  # gradients whose lengths are compared
-_TIMED_S = 0.02  # shorter steps are timed several at once: other processes interrupt some and not the next
 _EVERY_S = 0.2  # NVML renews its figure of utilization every sixth of a second to every second
-_NOISE_S = 0.2  # of measuring noise, with at least one measurement
+_HELD = 512  # images at most on which branches are compared; a quarter of a branch's if that is less
 
 
 def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
     """Copies of the job's model and optimizer without the hooks and patches of techniques. Drains the job."""
     job.drain()
-    memo: dict[int, Any] = {}
     with ExitStack() as stack:  # which puts hooks and patches back: they refer to the job
         for thing, name, old in reversed(job.patches.attributes):
             if isinstance(thing, nn.Module):
@@ -58,7 +52,7 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
                     stack.callback(hooks.clear)  # called before: the order stays
                     for number in [number for number in hooks if number >= job.patches.first_hook]:
                         del hooks[number]  # torch gave it to a hook of a technique
-        model: nn.Module = copy.deepcopy(job.model, memo)
+        model: nn.Module = copy.deepcopy(job.model, memo := dict[int, Any]())
     return model, _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
 
 
@@ -91,39 +85,52 @@ class Sandbox:
         own = [group["lr"] for group in job.optimizer.param_groups]
         self.rates = next((rates for rates in scheduled if rates is not None), own)
         self.steps = 0
+        self.saved: tuple[nn.Module, Optimizer] | None = None  # what `renew` restores; None: the job's own
         self.loader = plain.sandbox()
         self.start = plain.batch * job.accumulate // plain.parts  # images of the job's own step, over all ranks
 
+    def save(self) -> None:
+        """From now on `renew` restores the present weights and state. All jobs from `at` must be closed."""
+        model: nn.Module = copy.deepcopy(self.model, memo := dict[int, Any]())
+        self.saved = model, _copied_optimizer(self.optimizer, memo, self.job.patches.first_hook)
+
     def renew(self) -> None:
-        """Restores the job's weights and state, in the same memory. All jobs from `at` must be closed."""
-        job = self.job
+        """Restores the job's weights and state, or those saved, in the same memory; requires what `save` does."""
+        model, optimizer = self.saved or (self.job.model, self.job.optimizer)
         self.optimizer.state.clear()  # frees its memory first
         memo: dict[int, Any] = {}
-        whole, twins = ([*model.parameters(), *model.buffers()] for model in (job.model, self.model))
+        whole, twins = ([*each.parameters(), *each.buffers()] for each in (model, self.model))
         with torch.no_grad():
             for own, twin in zip(whole, twins, strict=True):
                 twin.copy_(own)
                 memo[id(own)] = twin
-        self.optimizer = _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
+        self.optimizer = _copied_optimizer(optimizer, memo, self.job.patches.first_hook)
         self.steps = 0
 
-    def at(self, batch: int) -> Job:
-        """A job for steps of `batch` images over all ranks; the caller closes it."""
-        share = min(1.0, (self.steps + 1) / _RAMP) * min(1.0, batch / self.start)
+    def set_rates(self, share: float) -> None:
+        """Sets all rates to this multiple of the job's own after its warm-up."""
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
+
+    def at(self, batch: int, *, alone: bool = False) -> Job:
+        """A job for steps of `batch` images over all ranks, or of this rank `alone`; the caller closes it."""
+        self.set_rates(min(1.0, (self.steps + 1) / _RAMP) * min(1.0, batch / self.start))
+        self.optimizer.zero_grad()
+        if not self.model.training:
+            self.model.train()
         job, loader, parts = self.job, self.loader, self.job.accumulate
         patched: list[Any] = [old for thing, name, old in job.patches.attributes if thing is job and name == "loss"]
         loss = [*patched, job.loss][0]  # without patches of techniques
         loader.configure(batch=batch * loader.parts // parts)
         loader.seek(loader.epoch + 1, 0)  # other images: those of the size before lie in memory now
         loader.executor = loader.executor.fork()  # which tunes its number of threads anew
-        alone = Job(self.model, self.optimizer, loader=loader, loss=loss, comm=Solo(job.clock), accumulate=parts)
+        passes = parts * job.comm.size if alone else parts
+        own = Job(self.model, self.optimizer, loader=loader, loss=loss, comm=Solo(job.clock), accumulate=passes)
         techniques = [t for t in job.applied if t.in_sandbox and not (t.groups_span_ranks and job.comm.size > 1)]
         try:
-            return alone.apply(*techniques)
+            return own.apply(*techniques)
         except BaseException:  # such as out of memory: remove its hooks before a smaller size is tried
-            alone.close()
+            own.close()
             raise
 
 
@@ -140,111 +147,63 @@ def undisturbed() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class NoiseEstimate:
-    """An estimate of the gradient of all images, from gradients of parts of a batch.
-
-    Args:
-        signal: estimate of |G|^2, the squared length of the whole gradient; may fall below 0 by chance.
-        trace: estimate of tr(Sigma), the variance of one image's gradient, summed over all parameters.
-
-    Maths: a mean over B images has E|G_B|^2 = |G|^2 + tr(Sigma) / B. Two sizes, small s and big b, give
-        |G|^2 = (b |G_b|^2 - s |G_s|^2) / (b - s) and tr(Sigma) = (|G_s|^2 - |G_b|^2) / (1/s - 1/b), both
-        unbiased. Their ratio is not, so each is averaged on its own first.
-    Ref: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
-    """
-
-    signal: float
-    trace: float
-
-    @property
-    def scale(self) -> float:
-        """tr(Sigma) / |G|^2, in images; infinite if noise hides the signal."""
-        return max(0.0, self.trace) / self.signal if self.signal > 0 else math.inf
-
-
-def mean(noises: Sequence[NoiseEstimate | None]) -> NoiseEstimate | None:
-    """The mean of the finite estimates; None if there is none."""
-    finite = [n for n in noises if n and math.isfinite(n.signal + n.trace)]
-    return NoiseEstimate(fmean(n.signal for n in finite), fmean(n.trace for n in finite)) if finite else None
-
-
-def noise_of_parts(params: Sequence[Tensor], backwards: Iterable[int]) -> NoiseEstimate | None:
-    """The estimate from the gradients of equal parts of a batch; None with fewer than two parts.
-
-    Args:
-        params: the parameters; their gradients are cleared after each part.
-        backwards: makes the gradients of a part, each of the mean loss of its images, and yields how many they are.
-
-    Costs: a copy of the gradients.
-    """
-    sums: dict[Tensor, Tensor] = {}
-    squared: list[Tensor] = []  # length of each part's gradient
-    small = 0  # images of a part
-    for images in backwards:
-        small = images
-        grads = {p: p.grad.detach() for p in params if p.grad is not None}
-        for p, grad in grads.items():
-            sums[p] = sums[p].add_(grad) if p in sums else grad.clone()
-            p.grad = None
-        if grads:
-            squared.append(_squared_length(grads.values()))
-    count = len(squared)
-    if count < 2:
-        return None
-    big = small * count
-    small_squared = torch.stack(squared).mean().item()
-    big_squared = _squared_length(sums.values()).item() / count**2
-    signal = (big * big_squared - small * small_squared) / (big - small)
-    return NoiseEstimate(signal, (small_squared - big_squared) / (1 / small - 1 / big))
-
-
-def _squared_length(grads: Iterable[Tensor]) -> Tensor:
-    return torch.stack([grad.float().square().sum() for grad in grads]).sum()
-
-
-@dataclass(frozen=True)
 class StepTimes:
     """The timed steps of one size."""
 
-    steps_s: tuple[float, ...]  # of each step, including its wait for input; short steps are timed several at once
+    steps_s: tuple[float, ...]  # of each step, including its wait for input
     waits_s: tuple[float, ...]  # the part of each step that it waits for input
     utilisation: float  # of the device, 0 to 1; nan: unknown
-    noise: NoiseEstimate | None  # from its gradients; None: not needed, or not finite
+    diverged: bool  # a loss of the last step is not finite
 
 
 class Trial:
-    """Times sizes on a copy of a job. The gradient noise scale, if needed, takes four more passes."""
+    """Times sizes, and trains branches, on a copy of a job."""
 
     def __init__(self, job: Job, needs: Needs) -> None:
         self.sandbox = Sandbox(job)
         self.needs = needs
         self.device = next((p.device for p in self.sandbox.model.parameters()), torch.device("cpu"))
         self.memory, self.watch = MemoryForecast(self.device), Stopwatch(job.clock, self.device)
-        self.diverged = False  # at the last size
+        self.held: list[Batch] = []  # images on which branches are compared
 
-    def run(self, batch: int, steps: int, *, allowed_s: float, until_s: float = math.inf) -> StepTimes:
-        """Times `steps` steps of `batch` images over all ranks, or fewer in `allowed_s` seconds, but at least 3.
-
-        The noise scale is not measured if that would take until after `until_s` on the job's clock.
-        """
-        self.diverged = False
+    def run(self, batch: int, steps: int, *, allowed_s: float) -> StepTimes:
+        """Times `steps` steps of `batch` images over all ranks, or fewer in `allowed_s` seconds, but at least 3."""
         self.memory.begin()
-        job = self.sandbox.at(batch)
-        if not job.model.training:
-            job.model.train()
-        try:
-            with closing(endless(job.loader)) as batches:
-                times = self._timed(job, batches, steps, allowed_s=allowed_s, until_s=until_s)
-            self.memory.note(batch)
-            return times
-        finally:
-            self.sandbox.steps += job.steps
-            job.close()
-            self.sandbox.optimizer.zero_grad()
-            if self.diverged:
-                self.sandbox.renew()
+        with closing(self.sandbox.at(batch)) as job, closing(endless(job.loader)) as batches:
+            times = self._timed(job, batches, steps, allowed_s=allowed_s)
+        self.memory.note(batch)
+        self.sandbox.steps += job.steps
+        if times.diverged:
+            self.sandbox.renew()
+        return times
 
-    def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float, until_s: float) -> StepTimes:
+    def branch(self, batch: int, rate: float, images: int) -> list[float]:
+        """Trains on `images` images from the end of the trunk; the loss on some others after each quarter of them.
+
+        The first call trains the trunk: from the job's state, and the rates rise. All branches have the same order of
+        images; each rank makes its own steps of `batch` images. `rate`: a multiple of the job's rates after warm-up.
+        """
+        trunk, steps, losses = self.sandbox.saved is None, images // batch, list[float]()
+        self.sandbox.renew()
+        torch.manual_seed(0)
+        with closing(self.sandbox.at(batch, alone=True)) as job, closing(endless(job.loader)) as batches:
+            job.plain_loader.seek(0 if trunk else 2, 0)
+            held = job.accumulate * max(1, min(images // 4, _HELD) // batch)
+            self.held = self.held or [*itertools.islice(batches, held)]
+            for step in range(1, steps + 1):
+                self.sandbox.set_rates(rate * min(1.0, 2 * step / steps) if trunk else rate)
+                make_step(job, batches)
+                if step % max(1, steps // 4) == 0 or step == steps:
+                    torch.manual_seed(0)
+                    job.rehearses = True
+                    with torch.no_grad():  # in training mode: running statistics need more steps than a branch has
+                        losses.append(torch.stack([job.loss(job.model(x), y) for x, y in self.held]).mean().item())
+                    job.rehearses = False
+        if trunk:
+            self.sandbox.save()
+        return losses
+
+    def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float) -> StepTimes:
         step_s = 0.0
         for _ in range(_WARM_UP):
             began = self.watch.synchronize()
@@ -252,54 +211,18 @@ class Trial:
             step_s = max(1e-6, self.watch.synchronize() - began)
             if not self.needs.watch_s and steps * step_s < allowed_s:
                 break  # a second one only serves to estimate how many steps there is time for
-        several = self.needs.noise  # otherwise the search would take too long beside an exhaustive one
-        together = max(1, min(math.ceil(_TIMED_S / step_s), int(allowed_s / step_s / steps))) if several else 1
-        wanted = max(steps, math.ceil(self.needs.watch_s / step_s / together))
-        count = max(_MIN_STEPS, int(min(wanted, allowed_s / step_s / together)))
+        wanted = max(steps, math.ceil(self.needs.watch_s / step_s))
+        count = max(_MIN_STEPS, int(min(wanted, allowed_s / step_s)))
         waits_s = []
         usage, marks = UtilizationMonitor(self.device, needed=self.needs.watch_s > 0), [self.watch.moment()]
         for _ in range(count):
-            waited_s = 0.0
-            for _ in range(together):
-                wait_s, losses = make_step(job, batches)
-                waited_s += wait_s
-                usage.step()
-            waits_s.append(waited_s / together)
+            wait_s, losses = make_step(job, batches)
+            waits_s.append(wait_s)
+            usage.step()
             marks.append(self.watch.moment())
         self.watch.synchronize()  # waits for the device while it is monitored
-        utilisation = usage.value()
-        steps_s = tuple(self.watch.seconds(start, stop) / together for start, stop in itertools.pairwise(marks))
-        self.diverged = not bool(torch.stack(losses).isfinite().all())
-        noise = self._noise(job, batches, step_s, until_s=until_s) if self.needs.noise and not self.diverged else None
-        return StepTimes(steps_s, tuple(waits_s), utilisation, noise)
-
-    def _noise(self, job: Job, batches: Iterator[Batch], step_s: float, *, until_s: float) -> NoiseEstimate | None:
-        """The mean of several noise measurements where steps are short, since a single one is far off.
-
-        Each compares the gradients of a few batches with their mean, at the same weights; an optimizer step separates
-        two measurements.
-        """
-        params = [p for p in job.model.parameters() if p.requires_grad]
-        estimates: list[NoiseEstimate | None] = []
-
-        def backwards() -> Iterator[int]:
-            for _ in range(_NOISE_PASSES):
-                x_NCHW, y_N = next(batches)
-                job.loss(job.model(x_NCHW), y_N).backward()  # type: ignore[no-untyped-call]
-                yield len(y_N)
-
-        began_s = now_s = self.watch.synchronize()
-        while now_s + _NOISE_PASSES * step_s / job.accumulate < until_s:
-            needs_whole, job.needs_whole_gradients = job.needs_whole_gradients, True  # none used as it arrives
-            try:
-                estimates.append(noise_of_parts(params, backwards()))
-            finally:
-                job.needs_whole_gradients = needs_whole
-            now_s = self.watch.synchronize()
-            if now_s - began_s > _NOISE_S:
-                break
-            make_step(job, batches)
-        return mean(estimates)
+        steps_s = tuple(self.watch.seconds(start, stop) for start, stop in itertools.pairwise(marks))
+        return StepTimes(steps_s, tuple(waits_s), usage.value(), not bool(torch.stack(losses).isfinite().all()))
 
 
 def make_step(
