@@ -183,7 +183,7 @@ def plan(asked: dict) -> dict[str, object]:
     def fits(batch: int) -> bool:
         x = torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE)
         x = x.contiguous(memory_format=torch.channels_last)
-        network = InspectedNetwork(job, planner.proxies, x, how=how, gradients_freed=True, linears=planner.linears)
+        network = InspectedNetwork(job, planner.running, x, how=how, gradients_freed=True, linears=planner.linears)
         found = network.within(asked["limit"] * BUDGET_SHARE)
         return found is not None and network.longer(found) <= asked["time"]
 

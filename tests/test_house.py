@@ -24,12 +24,12 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2180,
-    "optim": 1041,
+    "optim": 1045,
     "models": 870,
     "device": 580,
     "data": 4715,
     "distributed": 5930,
-    "memory": 2070,
+    "memory": 1985,
     "tracking": 255,
     "config": 1530,
     "tune": 1465,

@@ -29,7 +29,7 @@ def counts() -> Iterator[Counts]:
 
 
 class TestGraphs(TechniqueContracts):
-    rows = (Row(Graphs(), neutral=Graphs(), compiles=False),)
+    rows = (Row(Graphs(), neutral=Graphs()),)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

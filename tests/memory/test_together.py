@@ -17,6 +17,7 @@ from kasoku.device import Autocast, ChannelsLast, Compile
 from kasoku.distributed import Overlap
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.memory import SavedMemory
+from kasoku.memory.inspection import reads_values
 from kasoku.optim import EMA, Clip, sgd
 from kasoku.report.profiler import block_hooks
 from kasoku.training.evaluation import evaluate
@@ -148,24 +149,6 @@ def test_compile_takes_the_blocks_of_which_nothing_is_planned(model, capsys):
     assert_same_weights(trained(both, saved), ours)
 
 
-def test_a_network_that_reads_between_two_layers_is_refused(model):
-    class Between(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-            self.head = nn.Linear(3, 4)
-
-        def forward(self, x):
-            if x.shape[0] < 0:  # so that no graph can be traced
-                return x
-            first = self.one(x)
-            return self.head((first + self.two(first)).mean((2, 3)))
-
-    job = Job(Between(), lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, show=False))
-    with pytest.raises(InputError, match="reads a tensor between two of its layers"):
-        job.model(images()[0])
-
-
 @pytest.mark.parametrize("factor", [1, 2])
 def test_digits_are_learned_as_well(factor):
     found = [digits_right(), digits_right(SavedMemory(factor=factor, show=False))]
@@ -240,11 +223,11 @@ def test_kasoku_train_takes_it_on_several_ranks():
 def test_hooks_of_the_report_and_of_overlap_keep_no_layer_from_the_plan():
     model = plain_chain()
     job = Job(model, lambda m: sgd(m, 0.1)).apply(SavedMemory(factor=1, show=False))
-    proxies = planner_of(job).proxies
+    layers = planner_of(job).running.names
     block_hooks(blocks(model), lambda block, what: None)
     LayerIndex(model).before(job, lambda unit: None)
     assert any(len(m._forward_pre_hooks) for m in model)
-    assert not any(proxy.hooked for proxy in proxies)
+    assert not any(reads_values(layer) for layer in layers)
     model[1].register_forward_hook(lambda *_: None)
-    assert [proxy.name for proxy in proxies if proxy.hooked] == ["1"]
+    assert [name for layer, name in layers.items() if reads_values(layer)] == ["1"]
     job.close()

@@ -1,12 +1,12 @@
 """Records one forward of a network: which layers follow one another, and which bytes plain PyTorch keeps of them.
 
 A model's forward is arbitrary Python, so its graph is recorded by running it: two images of the batch pass through, and
-the inputs and outputs of all layers are noted. Layers with buffers are in eval mode, so that nothing in the model
-changes. Then four images pass: of what autograd keeps, the copies of weights (autocast's) do not double.
+the calls of layers and of torch's functions are noted. Layers with buffers are in eval mode, so that nothing in the
+model changes. Then four images pass: of what autograd keeps, the copies of weights (autocast's) do not double.
 
-Note: outputs that are read elsewhere. A tensor between two layers may also be read by the model's own Python, which the
-record does not show. So the layers of a segment pass on tensors without values (`Within`), and any other code that
-reads one raises.
+Note: the forward runs in every step. The first layer of a segment computes all of it. For the other layers the forward
+gets tensors without values (`Within`), which only the next layer, sum or ReLU of the record may take. Anything else
+raises: code that reads one, and a forward that takes another path, as with stochastic depth.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from types import MethodType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
 from kasoku.core.blocks import steering
 from kasoku.core.job_state import Patches
-from kasoku.core.torch_internals import module_hooks, version
-from kasoku.memory.graph import LayerGraph, attributes_of, changed_attribute, decides, graph_of
+from kasoku.core.torch_internals import module_hooks
+from kasoku.memory.graph import GraphNode, op_of
 from kasoku.memory.segment import Segment
 
+_FUNCTIONS = {"add": "add", "add_": "add", "relu": "relu", "relu_": "relu"}
 _WITHOUT_VALUES = ("__get__", "size", "dim", "numel", "__len__", "is_floating_point")
 
 
@@ -43,105 +47,150 @@ class BoundToModel:
         raise InputError("SavedMemory: a model with it in place cannot be pickled: save its state_dict(), or close()")
 
 
-class LayerProxy(BoundToModel):
-    """Runs in place of the forward of one layer or block."""
+class RunningForward(BoundToModel):
+    """The forward of a model: it is recorded, or runs by segments, whose calls must be those of the record."""
 
-    def __init__(self, name: str, model: nn.Module, module: nn.Module, graph: LayerGraph) -> None:
-        self.name, self.model, self.module, self.graph = name, model, module, graph
-        self.submodules, self.attributes = tuple(module.modules()), attributes_of(module)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names: dict[Any, str] = {}  # of the layers that can be planned
+        self.segments: dict[Any, tuple[Segment, Sequence[Call]]] = {}  # by their first layer
         self.log: CallLog | None = None  # notes the calls during an inspection
-        self.like = torch.empty(0, device="meta")  # its output in the inspection
-        self.segment: Segment | None = None  # that begins with this layer, in training
-        self.following: list[LayerProxy] = []  # the later layers of the segment that contains this one
-        self.within: weakref.ref[Within] | None = None  # its last output, if that lies within a segment
+        self.calls: Sequence[Call] = ()  # of the segment that ran last
+        self.done = 0  # of these calls
+        self.x: Tensor | None = None  # the input of this segment, until its last call
+        self.out: Any = None  # the output of this segment, until its last call
+        self.within: list[weakref.ref[Within]] = []
 
-    def check_forward(self) -> None:
-        """Raises InputError if its forward no longer computes the traced graph, since an attribute has changed."""
-        attributes = attributes_of(self.module)
-        name = changed_attribute(self.attributes, attributes)
-        if name and graph_of(self.module) != self.graph:
-            raise decides(f"{type(self.module).__name__} ({self.name}) depends on self.{name}, which has changed")
-        self.attributes = attributes
+    def start(self, layer: nn.Module, x: Tensor) -> None:
+        """Runs the segment that begins with a layer."""
+        segment, calls = self.segments[layer]
+        self.out, self.x, self.calls, self.done = segment(x), x, [*calls], 0
 
-    @property
-    def hooked(self) -> bool:
-        """Whether a hook may read or change the inputs or outputs of its layers."""
-        return not all(getattr(hook, "ignores_values", False) for m in self.submodules for hook in module_hooks(m))
-
-    @property
-    def convolves(self) -> bool:
-        return any(node.op == "conv" for node in self.graph.nodes)
-
-    def output(self, out: Tensor) -> Tensor:
-        """Its output, if the segment that contains it has run and returned `out`."""
-        if not self.following:
+    def call(self, what: nn.Module | str, inputs: Sequence[Any]) -> Any:
+        """The result of the next call in a segment that has run. Raises InputError if the record has another one."""
+        if self.x is None:
+            raise self.read_elsewhere()
+        call, first = self.calls[self.done], self.calls[0].node.inputs[0]
+        within = [x.value if isinstance(x, Within) and x.calls is self.calls else -1 for x in inputs]
+        reads = tuple(first if x is self.x else value for x, value in zip(inputs, within, strict=True))
+        if (call.layer or call.op) != what or reads != call.node.inputs:
+            both = " and ".join(self.names.get(c.layer, c.op) for c in (self.calls[self.done - 1], call))
+            why = "a network whose forward decides (stochastic depth) cannot be planned: leave it out"
+            raise InputError(f"SavedMemory: {both} follow one another in one forward and not in the next: {why}")
+        self.done += 1
+        out = self.out
+        if self.done == len(self.calls):
+            self.x = self.out = None
             return out
-        empty = out.new_empty((), dtype=self.like.dtype).expand(len(out), *self.like.shape[1:])
-        within = empty.as_subclass(Within)
-        within.layer, within.out, within.plain = self, out, (empty, self.like)
-        self.within = weakref.ref(within)
-        return within
+        if call.in_place:
+            out = inputs[0]
+        else:
+            out = out.new_empty((), dtype=call.like.dtype).expand(len(out), *call.like.shape[1:]).as_subclass(Within)
+            out.running, out.calls = self, self.calls
+            self.within.append(weakref.ref(out))
+        out.value = first + self.done
+        return out
 
     def read_elsewhere(self) -> InputError:
-        """The error if its output, which lies within a segment, is not for the next layer alone."""
+        """The error if other code than the next call has a tensor within a segment."""
         reads = f"the forward of {type(self.model).__name__} reads a tensor between two of its layers"
-        return InputError(f"SavedMemory: {reads}: put these layers into a block of their own, or leave it out")
+        return InputError(f"SavedMemory: {reads}, and did not when it was recorded: leave it out")
 
 
 class Within(Tensor):
-    """Stands for the output of a layer within a segment, which has run: it has a shape and a type, and no values.
+    """Stands for a value within a segment that has run: it has a shape and a type, and no values."""
 
-    A function that returns it as it is, such as a dropout of nothing, may take it; one that reads its values raises.
-    """
-
-    layer: LayerProxy
-    out: Tensor  # of the segment
-    plain: tuple[Tensor, Tensor]  # tensors of its shape on its device, and of its strides
-
-    def passed_to(self, layer: LayerProxy) -> Tensor:
-        """The output of the next layer. Raises InputError if this is another one."""
-        expected = self.layer.following[0]
-        if layer is not expected:
-            both = f"{self.layer.name} and {expected.name} follow one another in one forward and not in the next"
-            why = "a network whose forward decides (stochastic depth) cannot be planned: leave it out"
-            raise InputError(f"SavedMemory: {both}: {why}")
-        return layer.output(self.out)
+    running: RunningForward
+    calls: Sequence[Call]  # of the segment
+    value: int  # its number in the chain
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        within = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Within))
-        for plain in within.plain if args and args[0] is within else ():
-            before = version(plain)
-            with suppress(RuntimeError):  # none of its elements can be written to
-                result = func(plain, *args[1:], **(kwargs or {}))
-                if result is plain and version(plain) == before:
-                    return within
-                if func.__name__ in _WITHOUT_VALUES and not isinstance(result, Tensor):
-                    return result
-        raise within.layer.read_elsewhere()
+        if func.__name__ in _WITHOUT_VALUES:
+            result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            if not isinstance(result, Tensor):
+                return result
+        running = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Within)).running
+        op = _op_of_function(func, args, kwargs)
+        if not op:
+            raise running.read_elsewhere()
+        return running.call(op, args)
 
 
-class Call(NamedTuple):
-    """A call of a layer; `half`: the type in which autocast computed convolutions, None where it was off."""
-
-    proxy: LayerProxy
-    x: Tensor
-    out: Tensor
-    half: torch.dtype | None
+def _op_of_function(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> str:
+    """The operation of one of torch's functions of tensors; "" if it is not supported."""
+    op = _FUNCTIONS.get(func.__name__, "")
+    plain = len(args) == (2 if op == "add" else 1) and set(kwargs or ()) <= {"inplace"}
+    return op if plain and all(isinstance(x, Tensor) for x in args) else ""
 
 
-class CallLog:
+def reads_values(module: nn.Module) -> bool:
+    """Whether a hook of a module may read or change its inputs or outputs."""
+    return not all(getattr(hook, "ignores_values", False) for hook in module_hooks(module))
+
+
+# ---- the record
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a layer or a function in a forward.
+
+    Attributes:
+        op: as in `GraphNode`; "" if it is not supported.
+        layer: None for a function.
+        half: the type in which autocast computed convolutions; None where it was off.
+        in_place: its output is its first input.
+        kept: bytes that autograd keeps of it, beside `copies`, which are the same for any batch.
+        node: in a chain; `like`: its output as a meta tensor.
+    """
+
+    op: str
+    inputs: Sequence[Tensor]
+    layer: nn.Module | None = None
+    out: Any = None
+    half: torch.dtype | None = None
+    in_place: bool = False
+    kept: int = 0
+    copies: int = 0
+    node: Any = None
+    like: Any = None
+
+
+class CallLog(TorchFunctionMode):
     """The calls of one forward in order, and the bytes that autograd keeps for backward."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.others = Call("", ())  # has the bytes of all calls that are not supported
         self.calls: list[Call] = []
-        self.running: LayerProxy | None = None  # whose forward runs
-        # bytes by layer, and those that are the same for any batch; None: outside layers
-        self.kept_bytes: Counter[LayerProxy | None] = Counter()
-        self.copy_bytes: Counter[LayerProxy | None] = Counter()
+        self.now: Call | None = None  # the supported call that runs
         # memory that is counted already, or need not be
         self.counted = {memory_of(t) for t in (x, *model.parameters(), *model.buffers())}
         self.alive: list[Tensor] = []  # tensors whose addresses must not be used again
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        compute = functools.partial(func, *args, **(kwargs or {}))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        return compute() if self.now else self.run(Call(_op_of_function(func, args, kwargs), inputs), compute)
+
+    def run(self, call: Call, compute: Callable[[], Any]) -> Any:
+        """Runs a call, and notes it if it returns tensors. What is written in place is returned as a new object."""
+        self.now = call if call.op else None
+        out = compute()
+        if call.op:
+            call.half, call.in_place = autocast_type(out), out is call.inputs[0]
+            out = out.view_as(out) if call.in_place else out
+        self.now = None
+        if any(isinstance(x, Tensor) for x in tree_leaves(out)):
+            call.out = out
+            self.calls.append(call)
+        return out
+
+    def note_hooked(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Called after each module: notes that the hooks of a module read its inputs and outputs."""
+        if reads_values(module):
+            self.calls.append(Call("", [x for x in tree_leaves((args, out)) if isinstance(x, Tensor)]))
 
     def keep(self, x: Tensor) -> Tensor:
         """Counts a tensor that autograd keeps."""
@@ -149,12 +198,13 @@ class CallLog:
         if key not in self.counted:
             self.counted.add(key)
             self.alive.append(x.detach())
-            self.kept_bytes[self.running] += x.nbytes
+            (self.now or self.others).kept += x.nbytes
         return torch.empty(0)  # no backward runs here
 
     def clear(self) -> None:
         """Frees the tensors: autograd's graph holds `keep`, so a log that holds outputs would never be freed."""
-        self.calls.clear()
+        for call in self.calls:
+            call.inputs, call.out = (), None
         self.alive.clear()
 
 
@@ -163,49 +213,43 @@ def memory_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def install(job: Job) -> list[LayerProxy]:
-    """Replaces the forward of every layer and block that can be planned, until the job is closed."""
-    proxies = []
-    candidates = [("", job.model)]
-    while candidates:
-        name, module = candidates.pop()
-        altered = any(("forward" in vars(m) and "steer" not in vars(m)) or module_hooks(m) for m in module.modules())
-        graph = None if altered else graph_of(module)
-        if graph is None or not graph.nodes:
-            own_forward = not type(module).__module__.startswith("torch.")
-            if own_forward and not any(isinstance(m, nn.Conv2d) for m in module.modules()):
-                continue  # nothing here can be planned, and Compile can take it whole
-            children = [(f"{name}.{child}".lstrip("."), m) for child, m in module.named_children()]
-            candidates += reversed(children)
-            continue
-        proxies.append(LayerProxy(name, job.model, module, graph))
-        job.patch(module, "saved_memory", proxies[-1])
-        job.patch(module, "forward", MethodType(_forward, module))
-    return proxies
+def install(job: Job) -> RunningForward:
+    """Replaces the forward of every layer that can be planned, until the job is closed."""
+    running = RunningForward(job.model)
+    left = {m for module in job.model.modules() if _has_no_layers(module) for m in module.modules()}
+    for name, module in job.model.named_modules():
+        altered = "forward" in vars(module) and "steer" not in vars(module)
+        if op_of(module) and not altered and module not in left:
+            running.names[module] = name
+            job.patch(module, "saved_memory", running)
+            job.patch(module, "forward", MethodType(_forward, module))
+    return running
+
+
+def _has_no_layers(module: nn.Module) -> bool:
+    """Whether a module that is not torch's has no convolution, but other layers: Compile can take it whole."""
+    inside, own = [*module.modules()], not type(module).__module__.startswith("torch.")
+    supported = all(op_of(m) or type(m) is nn.Identity or [*m.children()] for m in inside)
+    return own and not supported and not any(isinstance(m, nn.Conv2d) for m in inside)
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs the segment that begins with this layer, passes on the output of one that has run, or runs the layer."""
-    proxy: LayerProxy = module.saved_memory
+    """Runs the segment that begins with this layer, passes on a value of one that has run, or runs the layer."""
+    running: RunningForward = module.saved_memory
     steer = steering(module)
     forward = functools.partial(type(module).forward, module) if steer is None else steer.forward
     plain = functools.partial(forward, *args, **kwargs)
-    if proxy.module is not module:
-        return plain()  # of a deep copy
     x = args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else None
-    if proxy.log is not None:
-        proxy.log.running = proxy
-        result = plain()
-        proxy.log.running = None
-        if x is not None and isinstance(result, Tensor):
-            proxy.log.calls.append(Call(proxy, x, result, autocast_type(x)))
-            proxy.like = torch.empty_like(result, device="meta")
-        return result
-    if isinstance(x, Within):
-        return x.passed_to(proxy)
-    if proxy.segment is None or x is None or not (proxy.model.training and torch.is_grad_enabled()):
-        return plain()
-    return proxy.output(proxy.segment(x))
+    if module not in running.names or x is None:
+        return plain()  # of a deep copy
+    if running.log is not None:
+        return running.log.run(Call(op_of(module), args, module), plain)
+    expected = x is running.x and running.calls[running.done].layer is module
+    if not expected and not isinstance(x, Within):
+        if module not in running.segments or not (running.model.training and torch.is_grad_enabled()):
+            return plain()
+        running.start(module, x)
+    return running.call(module, args)
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
@@ -214,29 +258,30 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def record_forward(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> CallLog:
+def record_forward(running: RunningForward, x: Tensor) -> CallLog:
     """Runs the model on x, and on twice the images. Raises InputError if it returns no tensor."""
-    log = _recorded(model, proxies, x)
-    twice = _recorded(model, proxies, torch.cat([x, x]).detach().requires_grad_(x.requires_grad))
+    log = _recorded(running, x)
+    twice = _recorded(running, torch.cat([x, x]).detach().requires_grad_(x.requires_grad))
     twice.clear()
-    for proxy, n in log.kept_bytes.items():
-        log.copy_bytes[proxy] = 2 * n - twice.kept_bytes[proxy]
-    log.kept_bytes -= log.copy_bytes
+    for call, again in zip([log.others, *log.calls], [twice.others, *twice.calls], strict=False):
+        call.copies = 2 * call.kept - again.kept
+        call.kept -= call.copies
     return log
 
 
-def _recorded(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> CallLog:
+def _recorded(running: RunningForward, x: Tensor) -> CallLog:
     """The log of one forward, with gradients on. Modes and random state are restored."""
-    log = CallLog(model, x)
+    model, log = running.model, CallLog(running.model, x)
     random = torch.random.fork_rng([x.device] if x.is_cuda else [])
     hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
-    with Patches() as changes, random, torch.enable_grad(), hooks:
+    noting = register_module_forward_hook(log.note_hooked)
+    with Patches() as changes, random, torch.enable_grad(), hooks, noting:
         for module in model.modules():
             if any(True for _ in module.buffers(recurse=False)):
                 changes.set(module, "training", False)
-        for proxy in proxies:
-            changes.set(proxy, "log", log)
-        outputs = model.forward(x)
+        changes.set(running, "log", log)
+        with log:
+            outputs = model.forward(x)
     if not any(isinstance(t, Tensor) for t in tree_leaves(outputs)):
         log.clear()
         got = f"{type(model).__name__} returns {type(outputs).__name__}, without a known tensor"
@@ -244,22 +289,45 @@ def _recorded(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> Cal
     return log
 
 
-def chains_of(log: CallLog) -> list[list[Call]]:
-    """The calls of runs of layers with a convolution, each called once and on the output of the layer before it."""
-    count = Counter(call.proxy for call in log.calls)
-    chains: list[list[Call]] = []
-    last: Call | None = None
-    for call in log.calls:
-        graph = call.proxy.graph
-        shapes = graph.shapes(call.x, call.half)
-        adds = [node.inputs for node in graph.nodes if node.op == "add"]
-        broadcasts = any(shapes[a].shape != shapes[b].shape for a, b in adds)
-        foreseen = shapes[-1].shape == call.out.shape and shapes[-1].dtype is call.out.dtype
-        if count[call.proxy] > 1 or call.proxy.hooked or broadcasts or not foreseen:
-            last = None
-            continue
-        if last is None or last.out is not call.x or last.half is not call.half:
-            chains.append([])
-        chains[-1].append(call)
-        last = call
-    return [chain for chain in chains if any(call.proxy.convolves for call in chain)]
+def chains_of(calls: Sequence[Call]) -> list[list[list[Call]]]:
+    """Runs of calls with a convolution, of which nothing else reads a value but the last; each in units.
+
+    A unit is a part that the solver does not divide. It begins with a convolution, and reads one value from before it.
+    """
+    count = Counter(call.layer for call in calls)
+    last_read = {id(x): i for i, call in enumerate(calls) for x in call.inputs}
+    chains, start = [], 0
+    while start < len(calls):
+        first, values = calls[start], {id(x): 0 for x in calls[start].inputs}  # of tensors
+        shapes = [torch.empty_like(x, device="meta") for x in first.inputs]  # of values
+        begins, end = [start], start  # of units; of the chain
+        for i, call in enumerate(calls[start:], start):
+            reads = tuple(values.get(id(x), -1) for x in call.inputs)
+            node = GraphNode(call.op, reads, call.layer)
+            repeated = count[call.layer] > 1 and (call is first or call.op in ("conv", "norm"))
+            if repeated or call.half is not first.half or not _fits(call, reads, {begin - start for begin in begins}):
+                break
+            out = node.result(shapes, call.half)
+            if (out.shape, out.dtype) != (call.out.shape, call.out.dtype):
+                break
+            if call.op == "conv" and end == i > start:
+                begins.append(i)
+            begins = [begin for begin in begins if begin - start <= min(reads)]
+            call.node, call.like = node, out
+            if call.in_place:  # whatever name it is read by
+                values.update({x: len(shapes) for x, value in values.items() if value == reads[0]})
+            values[id(call.out)] = len(shapes)
+            shapes.append(out)
+            if all(last_read.get(x, len(calls)) <= i for x, value in values.items() if value and x != id(call.out)):
+                end = i + 1
+        if any(call.op == "conv" for call in calls[start:end]):
+            chains.append([[*calls[a:b]] for a, b in pairwise([*(i for i in begins if i < end), end])])
+        start = max(end, start + 1)
+    return chains
+
+
+def _fits(call: Call, reads: Sequence[int], real: set[int]) -> bool:
+    """Whether a call can be in a chain. `real`: the values that are real tensors if a segment begins with them."""
+    if not call.op or -1 in reads or len({x.shape for x in call.inputs}) > 1 or (call.in_place and reads[0] in real):
+        return False
+    return call.layer is not None or not real.issuperset(reads)

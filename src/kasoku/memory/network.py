@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from kasoku.core import InputError, Job
 from kasoku.core.backward_updates import LIMIT
 from kasoku.core.job_state import GradientExchange
 from kasoku.memory.graph import LayerGraph
-from kasoku.memory.inspection import CallLog, LayerProxy, chains_of, memory_of, record_forward
+from kasoku.memory.inspection import Call, CallLog, RunningForward, chains_of, memory_of, record_forward
 from kasoku.memory.large_linear import LinearInBackward
 from kasoku.memory.memory_model import ChainSetting, work_of
 from kasoku.memory.ops import Numerics
@@ -26,7 +26,7 @@ _INSPECTED_IMAGES = 2
 class ChainUnit(NamedTuple):
     """Layers that the solver does not separate."""
 
-    proxies: list[LayerProxy]
+    calls: list[Call]
     plain: int  # bytes that plain PyTorch keeps of them for the batch
     copies: int  # bytes of the copies of their weights (autocast's), which do not grow with the batch
     work: float  # multiply-adds of their forward
@@ -55,32 +55,32 @@ class InspectedNetwork:
     def __init__(
         self,
         job: Job,
-        proxies: Sequence[LayerProxy],
+        running: RunningForward,
         x: Tensor,
         *,
         how: Numerics,
         gradients_freed: bool,
         linears: Sequence[LinearInBackward] = (),
     ) -> None:
-        self.job, self.proxies, self.batch = job, proxies, len(x)
+        self.running, self.batch = running, len(x)
         for linear in linears:
             linear.calls = 0
         images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
-        log = record_forward(job.model, proxies, images)
+        log = record_forward(running, images)
         try:
             self.units, self.choices = _units_and_choices(log, images, len(x), how)
         finally:
             log.clear()
         if not self.units:
             raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
-        planned = {proxy for unit in self.units for proxy in unit.proxies}
-        counts = log.kept_bytes, log.copy_bytes
-        kept, copies = (sum(n for proxy, n in count.items() if proxy not in planned) for count in counts)
+        planned = {call for unit in self.units for call in unit.calls}
+        others = [log.others, *(call for call in log.calls if call not in planned)]
+        kept, copies = sum(call.kept for call in others), sum(call.copies for call in others)
         kept = round(kept * len(x) / len(images))
         learning = [p for p in job.model.parameters() if p.requires_grad]
         tensors = [*job.model.parameters(), *job.model.buffers()]
         fixed = sum(t.nbytes for t in tensors) + x.nbytes + optimizer_bytes(job)
-        inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
+        inner = {p for call in planned for p in call.node.params}
         updating = [linear for linear in linears if linear.calls == 2 and linear.usable]
         factors = {linear.layer.weight: linear.bytes_in_flight(linear.rows * len(x)) for linear in updating}
         if job.comm.size > 1:
@@ -149,17 +149,18 @@ class InspectedNetwork:
         return least
 
     def put(self, plan: MemoryPlan) -> None:
-        for proxy in self.proxies:
-            proxy.segment, proxy.following, proxy.within = None, [], None
+        self.running.segments.clear()
         for choice in plan.choices:
-            layers, how = self._layers_of(choice), self.units[choice.first].how
-            name = f"{layers[0].name} to {layers[-1].name}"
-            layers[0].segment = Segment(choice.program, how, choice.chunk, name, layers[0].module)
-            for i, proxy in enumerate(layers):
-                proxy.following = layers[i + 1 :]
+            calls, how, name = self._calls_of(choice), self.units[choice.first].how, self._name_of(choice)
+            segment = Segment(choice.program, how, choice.chunk, name, calls[0].layer)
+            self.running.segments[segment.caller] = segment, calls
 
-    def _layers_of(self, choice: SegmentChoice) -> list[LayerProxy]:
-        return [proxy for unit in self.units[choice.first : choice.last + 1] for proxy in unit.proxies]
+    def _calls_of(self, choice: SegmentChoice) -> list[Call]:
+        return [call for unit in self.units[choice.first : choice.last + 1] for call in unit.calls]
+
+    def _name_of(self, choice: SegmentChoice) -> str:
+        layers = [self.running.names[call.layer] for call in self._calls_of(choice) if call.layer]
+        return f"{layers[0]} to {layers[-1]}"
 
     def longer(self, plan: MemoryPlan) -> float:
         """The predicted time that a plan adds, as a fraction of a step."""
@@ -169,9 +170,8 @@ class InspectedNetwork:
         """The kept bytes of each segment before and after, the predicted peak and the predicted time."""
         rows = [("layers", "plain", "kept", "remedy")]
         for choice in plan.choices:
-            layers = self._layers_of(choice)
             plain = sum(unit.plain for unit in self.units[choice.first : choice.last + 1])
-            rows.append((f"{layers[0].name} to {layers[-1].name}", _mib(plain), _mib(choice.need.kept), choice.remedy))
+            rows.append((self._name_of(choice), _mib(plain), _mib(choice.need.kept), choice.remedy))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
         plain = sum(unit.plain for unit in self.units)
@@ -191,38 +191,33 @@ def _units_and_choices(
     units: list[ChainUnit] = []
     choices: list[SegmentChoice] = []
     scale = batch / len(images)
-    for calls in chains_of(log):
-        x = calls[0].x
+    for chain in chains_of(log.calls):
+        first = chain[0][0]
+        x = first.inputs[0]
         if x.ndim != 4 or len(x) != len(images):
             continue
-        nodes = [node for call in calls for node in call.proxy.graph.nodes]
-        tensors = [x, *(node.layer.weight for node in nodes if node.op == "conv")]
+        tensors = [x, *(call.node.layer.weight for unit in chain for call in unit if call.op == "conv")]
         setting = ChainSetting(
             torch.empty((batch, *x.shape[1:]), dtype=x.dtype, device="meta"),
             x.requires_grad,
-            replace(how, half=calls[0].half),
+            replace(how, half=first.half),
             any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors),
             x.device.type,
             memory_of(x) == memory_of(images),
         )
-        parts: list[list[LayerProxy]] = []  # the chain, cut before every layer with a convolution
-        for call in calls:
-            if not parts or call.proxy.convolves:
-                parts.append([])
-            parts[-1].append(call.proxy)
-        graphs = [reduce(LayerGraph.then, (proxy.graph for proxy in part)) for part in parts]
+        graphs = [LayerGraph(()).then([call.node for call in unit]) for unit in chain]
         offset = len(units)
         for choice in segment_choices(graphs, setting):
             choices.append(replace(choice, first=choice.first + offset, last=choice.last + offset))
         own = setting
-        for part, graph in zip(parts, graphs, strict=True):
+        for unit, graph in zip(chain, graphs, strict=True):
             full = next(segment_choices([graph], own))
             shapes = full.program.graph.shapes(own.images, own.how.half)
             work = work_of(full.program.graph, shapes, range(len(graph.nodes)))
-            plain = round(sum(log.kept_bytes[proxy] for proxy in part) * scale)
-            copies = sum(log.copy_bytes[proxy] for proxy in part)
+            plain = round(sum(call.kept for call in unit) * scale)
+            copies = sum(call.copies for call in unit)
             moves = full.need.backward - full.need.kept - full.need.gradients
-            units.append(ChainUnit(part, plain, copies, work, setting.how, full.need.gradients, moves))
+            units.append(ChainUnit(unit, plain, copies, work, setting.how, full.need.gradients, moves))
             own = replace(own, images=shapes[-1], image_gradient=True, reads_batch=False)
     return units, choices
 

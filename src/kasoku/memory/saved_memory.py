@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.backward_updates import BackwardUpdates
-from kasoku.memory.inspection import BoundToModel, LayerProxy, autocast_type, install
+from kasoku.memory.inspection import BoundToModel, RunningForward, autocast_type, install, reads_values
 from kasoku.memory.large_linear import install_linears
 from kasoku.memory.network import InspectedNetwork, optimizer_bytes
 from kasoku.memory.ops import Numerics
@@ -66,11 +66,11 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
 
     def apply(self, job: Job) -> None:
         """Replaces the forward of all layers that can be planned; the first training forward makes the plan."""
-        proxies = install(job)
-        if not proxies:
-            wanted = "Conv2d, BatchNorm2d, ReLU, MaxPool2d without hooks, or blocks of them"
+        running = install(job)
+        if not running.names:
+            wanted = "Conv2d, and BatchNorm2d, ReLU or MaxPool2d"
             raise InputError(f"SavedMemory: {type(job.model).__name__} has no layer that can be planned: {wanted}")
-        planner = Planner(job, self, proxies)
+        planner = Planner(job, self, running)
         job.on_close(job.model.register_forward_pre_hook(planner.before_forward).remove)
         job.on_close(job.model.register_forward_hook(planner.after_forward).remove)
 
@@ -86,8 +86,8 @@ def bytes_of(text: str) -> int:
 class Planner(BoundToModel):
     """Makes a plan for each new kind of batch."""
 
-    def __init__(self, job: Job, settings: SavedMemory, proxies: list[LayerProxy]) -> None:
-        self.job, self.settings, self.proxies = job, settings, proxies
+    def __init__(self, job: Job, settings: SavedMemory, running: RunningForward) -> None:
+        self.job, self.settings, self.running = job, settings, running
         self.updates = BackwardUpdates(job, "SavedMemory", enabled=settings.in_backward, show=settings.show)
         job.patch(job, "in_backward", self.updates)
         updates_linears = settings.in_backward and not settings.lossless
@@ -100,8 +100,7 @@ class Planner(BoundToModel):
         if model is not self.job.model or not model.training or not torch.is_grad_enabled():
             return  # a deep copy, or an evaluation
         self.updates.before_forward()
-        for proxy in self.proxies:
-            proxy.check_forward()
+        self.running.x, self.running.within = None, []
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise InputError("SavedMemory: the model takes one tensor of images, no more")
         batch, key = len(args[0]), self._key_of(args[0])
@@ -113,25 +112,23 @@ class Planner(BoundToModel):
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], out: object) -> None:
         """Raises InputError if the output of a layer within a segment is still held by other code."""
-        for proxy in self.proxies if model is self.job.model else ():
-            if proxy.within is not None and proxy.within() is not None:
-                raise proxy.read_elsewhere()
+        if model is self.job.model and any(within() is not None for within in self.running.within):
+            raise self.running.read_elsewhere()
 
     def _key_of(self, x: Tensor) -> tuple[Any, ...]:
         """The inputs of a plan besides the size of the batch, for which a larger batch's plan will do."""
-        layers = [node.layer for proxy in self.proxies for node in proxy.graph.nodes if node.layer is not None]
-        modes = tuple(layer.training for layer in layers if isinstance(layer, nn.BatchNorm2d))
+        modes = tuple(layer.training for layer in self.running.names if isinstance(layer, nn.BatchNorm2d))
         learns = tuple(p.requires_grad for p in self.job.model.parameters())
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, channels_last, autocast_type(x))
-        hooked = tuple(proxy.hooked for proxy in self.proxies)
+        hooked = tuple(map(reads_values, self.job.model.modules()))
         linears = tuple(linear.usable for linear in self.linears)
         steps = (self.job.needs_whole_gradients, self.job.accumulate, self.updates.active(), linears)
         return images, modes, learns, hooked, steps, optimizer_bytes(self.job)
 
     def _make_plan(self, x: Tensor) -> None:
         how, freed = Numerics(exact=self.settings.lossless), self.updates.active()
-        network = InspectedNetwork(self.job, self.proxies, x, how=how, gradients_freed=freed, linears=self.linears)
+        network = InspectedNetwork(self.job, self.running, x, how=how, gradients_freed=freed, linears=self.linears)
         if self.settings.budget:
             plan = network.choose(bytes_of(self.settings.budget), share=BUDGET_SHARE)
         else:

@@ -59,7 +59,7 @@ def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Itera
     for first in range(len(units)):
         graph = LayerGraph(())
         for last in range(first, min(first + _LONGEST, len(units))):
-            graph = graph.then(units[last])
+            graph = graph.then(units[last].nodes)
             begins = first == 0
             own = replace(
                 setting,

@@ -44,7 +44,6 @@ class Row:
         neutral: a setting that changes nothing, bit for bit; None: there is none.
         owns_rate: it sets the learning rate itself, so no scheduler beside it.
         tolerance: how near many ranks come to one rank on the same global batch.
-        compiles: it works together with Compile.
         steps: updates that suffice to learn the toy problem.
     """
 
@@ -52,7 +51,6 @@ class Row:
     neutral: Technique | None = None
     owns_rate: bool = False
     tolerance: float = 1e-6
-    compiles: bool = True
     steps: int = 24
 
     @property
@@ -208,7 +206,7 @@ class TechniqueContracts(Contracts):
             hits = [model(x_NCHW).argmax(1) == y_N for x_NCHW, y_N in batches]
         assert torch.cat(hits).float().mean() > 0.8
 
-    @for_rows(lambda row: row.compiles)
+    @for_rows(lambda row: not row.technique.conflict(Compile))
     def test_survives_blockwise_compile(self, row: Row) -> None:
         block = Compile(backend="aot_eager")
         plain, compiled = (toy_job(row.technique, *more, model=ToyNet(dropout=0)) for more in ((), (block,)))
