@@ -2,6 +2,8 @@
 
 import copy
 import io
+import random
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -169,24 +171,31 @@ def test_a_layer_that_is_left_out_later_is_told():
 
 
 class Dice(nn.Module):
-    """Stochastic depth, and a count of its calls."""
+    """Stochastic depth by torch, and a count of its calls."""
 
-    def __init__(self, *beside, chance=0.5):
+    def __init__(self, *, chance=0.5):
         super().__init__()
         self.conv, self.act, self.chance, self.calls = conv(8, 8), nn.ReLU(), chance, 0
-        self.beside = nn.Sequential(*beside)
 
     def forward(self, x):
         self.calls += 1
         if self.chance and self.training and torch.rand(1).item() < self.chance:
             return self.act(x)
-        return self.beside(self.act(self.conv(x)))
+        return self.act(self.conv(x))
 
 
-def test_stochastic_depth_is_refused_when_it_skips():
-    job = a_job(classifier(nn.ReLU(), Dice(nn.Dropout(0.1))))
-    with pytest.raises(InputError, match="a network whose forward decides"):
-        functional.cross_entropy(sum(job.model(images()[0]) for _ in range(20)), images()[1])
+def test_stochastic_depth_between_segments_has_the_gradients_of_plain_pytorch():
+    plain = classifier(nn.ReLU(), Dice())
+    ours = copy.deepcopy(plain)
+    a_job(ours)
+    x, y = images()
+    for seed in range(8):
+        for model in (plain, ours):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            functional.cross_entropy(model(x), y).backward()
+        pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+        assert all(a.grad is b.grad is None or torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
 def test_a_block_may_count_its_calls_and_draw_random_numbers():
@@ -198,7 +207,7 @@ def test_a_block_may_count_its_calls_and_draw_random_numbers():
 
 
 class Block(nn.Module):
-    """A convolution and two activations; the forward reads attributes."""
+    """A convolution and two activations; the forward reads attributes, and Python's random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +216,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = self.conv(x)
-        if not (self.skip or (self.training and self.chance and torch.rand(1).item() < self.chance)):
+        if not (self.skip or (self.training and random.random() < self.chance)):
             for _ in range(self.plan[0]):
                 x = self.act(x)
         return self.last(x)
@@ -241,6 +250,13 @@ def test_a_forward_that_changes_after_the_plan_is_refused(change):
     change(job.model[2])
     with pytest.raises(InputError, match=r"SavedMemory: .*: leave it out"):
         job.model(x)
+
+
+def test_stochastic_depth_within_a_segment_is_refused_when_it_skips():
+    job = a_job(classifier(nn.ReLU(), Block()))
+    job.model[2].chance, x = 0.5, images()[0]
+    with pytest.raises(InputError, match="a network whose forward decides"):
+        deque((job.model(x) for _ in range(30)), 0)
 
 
 def test_an_attribute_that_the_forward_does_not_read_may_change():
