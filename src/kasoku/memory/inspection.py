@@ -34,7 +34,8 @@ from kasoku.memory.graph import GraphNode, op_of
 from kasoku.memory.segment import Segment
 
 _FUNCTIONS = {"add": "add", "add_": "add", "relu": "relu", "relu_": "relu"}
-_WITHOUT_VALUES = ("__get__", "size", "dim", "numel", "__len__", "is_floating_point")
+# they read no value, and may return their input as it is: a dropout of nothing
+_WITHOUT_VALUES = ("__get__", "size", "dim", "numel", "__len__", "is_floating_point", "dropout", "dropout2d")
 
 
 class BoundToModel:
@@ -108,7 +109,7 @@ class Within(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in _WITHOUT_VALUES:
             result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            if not isinstance(result, Tensor):
+            if result is args[0] or not isinstance(result, Tensor):
                 return result
         running = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Within)).running
         op = _op_of_function(func, args, kwargs)
@@ -172,7 +173,12 @@ class CallLog(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         compute = functools.partial(func, *args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        return compute() if self.now else self.run(Call(_op_of_function(func, args, kwargs), inputs), compute)
+        if self.now:
+            return compute()
+        out = self.run(Call(_op_of_function(func, args, kwargs), inputs), compute)
+        if func.__name__ in _WITHOUT_VALUES and any(out is x for x in inputs):
+            self.calls.pop()
+        return out
 
     def run(self, call: Call, compute: Callable[[], Any]) -> Any:
         """Runs a call, and notes it if it returns tensors. What is written in place is returned as a new object."""
