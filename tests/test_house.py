@@ -29,7 +29,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "device": 580,
     "data": 4715,
     "distributed": 5930,
-    "memory": 1985,
+    "memory": 1990,
     "tracking": 255,
     "config": 1530,
     "tune": 1465,
