@@ -38,7 +38,8 @@ class GraphNode:
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
         """Its weights, frozen or not."""
-        return tuple(self.layer.parameters(recurse=False)) if self.layer is not None else ()
+        weights = (self.layer.weight, self.layer.bias) if self.op in ("conv", "norm") else ()
+        return tuple(p for p in weights if p is not None)
 
     @property
     def uses_batch_statistics(self) -> bool:

@@ -86,7 +86,9 @@ class RunningForward(BoundToModel):
         if call.in_place:
             out = inputs[0]
         else:
-            out = out.new_empty((), dtype=call.like.dtype).expand(len(out), *call.like.shape[1:]).as_subclass(Within)
+            if call.like.device != out.device or call.like.shape[0] != out.shape[0]:
+                call.like = out.new_empty((), dtype=call.like.dtype).expand(out.shape[0], *call.like.shape[1:])
+            out = call.like.as_subclass(Within)
             out.running, out.calls = self, self.calls
             self.within.append(weakref.ref(out))
         out.value = first + self.done
@@ -111,8 +113,8 @@ class Within(Tensor):
             result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             if result is args[0] or not isinstance(result, Tensor):
                 return result
-        running = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Within)).running
         op = _op_of_function(func, args, kwargs)
+        running = next(x for x in (args if op else tree_leaves((args, kwargs))) if isinstance(x, Within)).running
         if not op:
             raise running.read_elsewhere()
         return running.call(op, args)
@@ -143,7 +145,7 @@ class Call:
         half: the type in which autocast computed convolutions; None where it was off.
         in_place: its output is its first input.
         kept: bytes that autograd keeps of it, beside `copies`, which are the same for any batch.
-        node: in a chain; `like`: its output as a meta tensor.
+        node: in a chain; `like`: a tensor without values like its output, of the last number of images.
     """
 
     op: str
@@ -242,20 +244,20 @@ def _has_no_layers(module: nn.Module) -> bool:
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the segment that begins with this layer, passes on a value of one that has run, or runs the layer."""
     running: RunningForward = module.saved_memory
+    x = args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else None
+    planned = x is not None and module in running.names  # not of a deep copy
+    if planned and running.log is None:
+        if isinstance(x, Within) or (x is running.x and running.calls[running.done].layer is module):
+            return running.call(module, args)
+        if module in running.segments and running.model.training and torch.is_grad_enabled():
+            running.start(module, x)
+            return running.call(module, args)
     steer = steering(module)
     forward = functools.partial(type(module).forward, module) if steer is None else steer.forward
     plain = functools.partial(forward, *args, **kwargs)
-    x = args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else None
-    if module not in running.names or x is None:
-        return plain()  # of a deep copy
-    if running.log is not None:
+    if planned and running.log is not None:
         return running.log.run(Call(op_of(module), args, module), plain)
-    expected = x is running.x and running.calls[running.done].layer is module
-    if not expected and not isinstance(x, Within):
-        if module not in running.segments or not (running.model.training and torch.is_grad_enabled()):
-            return plain()
-        running.start(module, x)
-    return running.call(module, args)
+    return plain()
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:

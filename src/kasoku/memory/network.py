@@ -234,13 +234,13 @@ def _bytes_in_flight(job: Job, params: Sequence[Tensor], factors: Mapping[Tensor
 
 def optimizer_bytes(job: Job) -> int:
     """Bytes that the optimizer keeps for its parameters, now or after its first step, besides counts of steps."""
-    total = 0
+    total, states = 0, job.optimizer.state
     for group in job.optimizer.param_groups:
         two = any(k in group for k in ("betas", "etas", "rho"))  # Adam and its kin, Rprop, Adadelta
         one = any(k in group for k in ("alpha", "lr_decay"))  # RMSprop and ASGD, Adagrad
         tensors = 2 * two + one + sum(bool(group.get(k)) for k in ("amsgrad", "centered", "momentum"))
         for p in group["params"]:
-            state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor) and t.ndim]
+            state = [t.nbytes for t in states.get(p, {}).values() if isinstance(t, Tensor) and t.ndim]
             total += sum(state) if state else tensors * p.nbytes
     return total
 

@@ -154,8 +154,9 @@ class Segment:
         for layer in [node.layer for node in nodes if node.layer is not None and node.layer is not self.caller]:
             for hook in forward_pre_hooks(layer):  # Overlap may have to update a layer before its forward
                 hook(layer, (x,))
-        params = [p for p in weights_of(nodes) if p.requires_grad]
-        out: Tensor = _SegmentFunction.apply(self, x, *params)  # type: ignore[no-untyped-call]
+        weights = weights_of(nodes)
+        learning = [p for p in weights if p.requires_grad]
+        out: Tensor = _SegmentFunction.apply(self, x, weights, *learning)  # type: ignore[no-untyped-call]
         return out
 
     def parts(self, n: int) -> list[slice]:
@@ -165,7 +166,7 @@ class Segment:
 
 class _SegmentFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, segment: Segment, x: Tensor, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, segment: Segment, x: Tensor, weights: list[Tensor], *learning: Tensor) -> Tensor:
         graph, runs = segment.program.graph, list[SegmentRun]()
         out: Tensor | None = None
         for part in segment.parts(len(x)):
@@ -177,9 +178,9 @@ class _SegmentFunction(torch.autograd.Function):
             runs.append(run)
             del part_out
         norms = [node.layer for node in graph.nodes if node.op == "norm" and not node.uses_batch_statistics]
-        read = [*weights_of(graph.nodes), *(t for norm in norms for t in (norm.running_mean, norm.running_var))]
+        read = [*weights, *(t for norm in norms for t in (norm.running_mean, norm.running_var))]
         read += [run.values[v] for run in runs for v in {0, graph.out} & run.values.keys()]  # others may write to these
-        ctx.segment, ctx.params, ctx.images = segment, params, len(x)
+        ctx.segment, ctx.learning, ctx.images = segment, learning, len(x)
         ctx.runs, ctx.read_later = runs, [(t, version(t)) for t in read]
         return cast(Tensor, out)
 
@@ -198,7 +199,7 @@ class _SegmentFunction(torch.autograd.Function):
             part_dx = runs.pop(0).backward(dy[part], gradients)
             if ctx.needs_input_grad[1] and part_dx is not None:
                 dx = _with_part(dx, part_dx, part, ctx.images)
-        return None, dx, *(gradients.get(p) for p in ctx.params)
+        return None, dx, None, *(gradients.get(p) for p in ctx.learning)
 
 
 def _with_part(whole: Tensor | None, x: Tensor, part: slice, n: int) -> Tensor:
