@@ -3,8 +3,6 @@
 Nothing here imports torch, so help is there at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +95,7 @@ class RecipeArguments(OptionalRecipe):
 
     recipe: Path = argument(type=locate, help=_RECIPE)
 
-    def load(self, *settings: str) -> Recipe:
+    def load(self, *settings: str) -> "Recipe":
         """The recipe with the settings of the command line, and these over them; its own modules can be imported."""
         from kasoku.config.recipe import load  # torch: `kasoku --help` does without
         from kasoku.config.trust import allow_beside
@@ -222,7 +220,7 @@ class TuneArguments(RecipeArguments, JsonArguments):
     out: Path | None = option(metavar="DIR", help="write tuning.json there, which kasoku report draws")
     if_interrupted: ClassVar[str] = "nothing was changed"
 
-    def load(self, *settings: str) -> Recipe:
+    def load(self, *settings: str) -> "Recipe":
         """The recipe; --strategy and --budget are keys of its table [tune], and --set changes a strategy's own."""
         use = f"kasoku.tune.{self.strategy}" if self.strategy in STRATEGIES else self.strategy
         strategy = [f'tune.strategy={{use = "{use}"}}'] if use else []

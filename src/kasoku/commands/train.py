@@ -4,8 +4,6 @@ Note: imports inside functions. The trainer takes 0.5 s to import, which overlap
 imports it, and nothing here does before.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -215,7 +213,7 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
     return 0
 
 
-def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
+def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> "TunedRecipe":
     """The recipe at the batch that tuning chooses; the same on all ranks."""
     from kasoku.training import auto_batch
 
@@ -237,7 +235,7 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
     return tuned
 
 
-def _time_row(training: Training) -> dict[str, str]:
+def _time_row(training: "Training") -> dict[str, str]:
     """How long a training takes. Collective; computes a few steps."""
     from kasoku.training.auto_batch import estimated_s
 
@@ -247,7 +245,7 @@ def _time_row(training: Training) -> dict[str, str]:
 
 
 def _begin(
-    arguments: TrainArguments, training: Training, tuned: TunedRecipe | None, rows: dict[str, str], run: RunFolder
+    arguments: TrainArguments, training: "Training", tuned: "TunedRecipe | None", rows: dict[str, str], run: RunFolder
 ) -> None:
     """Writes the files of a new run, and prints what is about to happen."""
     from kasoku.report.dry_run import preview, remark

@@ -1,7 +1,5 @@
 """The collectives between ranks behind one small interface, and `Solo`, which is one rank alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -66,13 +64,13 @@ class Comm(Protocol):
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         """Out becomes part `rank` of every rank's x, in rank order; x has `size` equal parts."""
 
-    def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
+    def sub(self, groups: Sequence[Sequence[int]]) -> "Comm":
         """The ranks of this rank's group, with a queue of their own.
 
         All ranks pass the same groups, which are disjoint and hold every rank, in the same order of calls.
         """
 
-    def channel(self, *, patient: bool = False) -> Comm:
+    def channel(self, *, patient: bool = False) -> "Comm":
         """The same ranks with a queue of its own: its collectives do not wait for those of this one.
 
         All ranks call it in the same order. `patient`: waiting there never times out.

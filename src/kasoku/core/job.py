@@ -10,8 +10,6 @@ calls is counted and ours run once. `before_step` runs the hooks of the techniqu
 communicate are applied last, and have finished before one that reads all gradients (clipping) starts.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import defaultdict
@@ -185,7 +183,7 @@ class Job:
 
     # ---- methods
 
-    def apply(self, *techniques: Technique) -> Job:
+    def apply(self, *techniques: Technique) -> "Job":
         """Applies techniques, sorted by stage. Raises InputError for two that cannot be combined."""
         ordered = sorted(techniques, key=lambda t: t.stage)
         for i, technique in enumerate(ordered):

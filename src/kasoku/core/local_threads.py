@@ -5,8 +5,6 @@ that can go on. So a run is deterministic, sums are taken in rank order, and whe
 detected at once and named. torch's CPU random state travels with the turn: each rank has its own, as a process would.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading
@@ -60,7 +58,7 @@ class _Shared:
 
 
 class _ThreadWork(Work):
-    def __init__(self, comm: _ThreadComm, what: str, ready: Callable[[], bool], finish: Callable[[], object]) -> None:
+    def __init__(self, comm: "_ThreadComm", what: str, ready: Callable[[], bool], finish: Callable[[], object]) -> None:
         self._comm, self._what, self._ready, self._finish = comm, what, ready, finish
         self._read = False
 

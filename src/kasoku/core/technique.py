@@ -1,7 +1,5 @@
 """A technique changes how a job trains: a frozen dataclass that is its own configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -86,11 +84,11 @@ class Technique(Checked):
         """Whether it averages no gradient of parameters that a step does not use, instead of refusing the step."""
         return False
 
-    def over(self, epochs: float) -> Technique:
+    def over(self, epochs: float) -> "Technique":
         """The technique that `kasoku train` applies in place of this one; its times may be shares of the training."""
         return self
 
-    def ranks_in_step(self, comm: Comm, applied: Sequence[Technique]) -> Comm:
+    def ranks_in_step(self, comm: "Comm", applied: "Sequence[Technique]") -> "Comm":
         """Those of the ranks in `comm` that make each step together with this one, by all techniques. Collective."""
         return comm
 
@@ -112,7 +110,7 @@ class Technique(Checked):
         return 1.0
 
     @classmethod
-    def conflict(cls, other: Technique | type[Technique]) -> str:
+    def conflict(cls, other: "Technique | type[Technique]") -> str:
         """Why this technique cannot be combined with another; empty where it can."""
         theirs = other if isinstance(other, type) else type(other)
         if theirs is cls:

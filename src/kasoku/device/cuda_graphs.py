@@ -1,7 +1,5 @@
 """CUDA graphs: a step's kernels launched at once."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -85,7 +83,7 @@ class _Graphed:
         self._captured: Any = None  # the shape of its batch
         self._last: Any = None  # the shape of the last training batch
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Graphed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Graphed":
         """A copy of the model captures a graph of its own."""
         return _Graphed(copy.deepcopy(self._model, memo), copy.deepcopy(self._inner, memo))
 

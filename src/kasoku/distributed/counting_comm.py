@@ -7,8 +7,6 @@ Note: stacks. The heartbeat's thread reads those of all threads, so a rank whose
 opens no source file, as a disk may be what hangs.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys
@@ -227,7 +225,7 @@ class CountingComm(Comm):
         with self.waiting(self._count("gather_objects")):
             return self.inner.gather_objects(thing)
 
-    def sub(self, groups: Sequence[Sequence[int]]) -> CountingComm:
+    def sub(self, groups: Sequence[Sequence[int]]) -> "CountingComm":
         own = next(ranks for ranks in groups if self.rank in ranks)
         with self.waiting(self._count("sub")):
             ranks = [self.ranks[rank] for rank in own] if self.ranks else own
@@ -237,7 +235,7 @@ class CountingComm(Comm):
         with self.waiting(self._count("warm")):
             self.inner.warm(device, channels=channels)
 
-    def channel(self, *, patient: bool = False) -> CountingComm:
+    def channel(self, *, patient: bool = False) -> "CountingComm":
         with self.waiting(self._count("channel")):
             return CountingComm(self.inner.channel(patient=patient), self.activity, self.ranks)
 

@@ -1,7 +1,5 @@
 """The collectives of torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -97,11 +95,11 @@ class TorchComm(Comm):
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         return _Handle(dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
-    def sub(self, groups: Sequence[Sequence[int]]) -> TorchComm:
+    def sub(self, groups: Sequence[Sequence[int]]) -> "TorchComm":
         created = [self._new_group(ranks) for ranks in groups]
         return TorchComm(next(g for g, ranks in zip(created, groups, strict=True) if self.rank in ranks), self.clock)
 
-    def channel(self, *, patient: bool = False) -> TorchComm:
+    def channel(self, *, patient: bool = False) -> "TorchComm":
         """The same ranks in a process group of its own.
 
         `patient`: a thread may wait there for what comes only in the end. A time-out of gloo would close the

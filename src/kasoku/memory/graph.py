@@ -3,8 +3,6 @@
 A `LayerGraph` has one input (value 0) and one output, the last value; node i computes value i + 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -69,13 +67,13 @@ class LayerGraph:
         """The number of its output value."""
         return len(self.nodes)
 
-    def then(self, following: Sequence[GraphNode]) -> LayerGraph:
+    def then(self, following: Sequence[GraphNode]) -> "LayerGraph":
         """This graph and then more nodes, of which the first reads this graph's output."""
         shift = self.out - following[0].inputs[0]
         shifted = (replace(node, inputs=tuple(v + shift for v in node.inputs)) for node in following)
         return LayerGraph((*self.nodes, *shifted))
 
-    def pooled_first(self) -> LayerGraph:
+    def pooled_first(self) -> "LayerGraph":
         """The same function with each max-pool before its ReLU: they commute bit for bit, and ReLU has less to do."""
         nodes = list(self.nodes)
         for i in range(len(nodes) - 1):

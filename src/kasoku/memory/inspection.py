@@ -9,8 +9,6 @@ gets tensors without values (`Within`), which only the next layer, sum or ReLU o
 raises: code that reads one, and a forward that takes another path, as with stochastic depth.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import Counter
@@ -104,7 +102,7 @@ class Within(Tensor):
     """Stands for a value within a segment that has run: it has a shape and a type, and no values."""
 
     running: RunningForward
-    calls: Sequence[Call]  # of the segment
+    calls: "Sequence[Call]"  # of the segment
     value: int  # its number in the chain
 
     @classmethod
@@ -250,7 +248,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Within) or (x is running.x and running.calls[running.done].layer is module):
             return running.call(module, args)
         if module in running.segments and running.model.training and torch.is_grad_enabled():
-            running.start(module, x)
+            running.start(module, args[0])
             return running.call(module, args)
     steer = steering(module)
     forward = functools.partial(type(module).forward, module) if steer is None else steer.forward

@@ -9,8 +9,6 @@ where synchronous steps begin or end; always after whole batches. There a step i
 weights are equal on all ranks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -206,7 +204,7 @@ class AsyncSource:
         return self._request
 
 
-def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Batch]:
+def batches(job: Job, activity: Activity, barrier: "BatchBarrier") -> Iterator[Batch]:
     """The rest of an epoch. If the input of one rank fails, all ranks raise before that batch. Collective.
 
     `barrier`: of the ranks that step together; those of a node raise without the other nodes.

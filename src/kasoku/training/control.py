@@ -1,7 +1,5 @@
 """Signals, and the requests that ranks make of each other between steps."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time
@@ -31,7 +29,7 @@ class Request(NamedTuple):
     join: bool = False
 
     @classmethod
-    def merge(cls, requests: Iterable[Request]) -> Request:
+    def merge(cls, requests: "Iterable[Request]") -> "Request":
         return cls(*map(max, zip(*requests, strict=True)))
 
 

@@ -1,7 +1,5 @@
 """Images mixed in pairs, and the loss with them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
     mixup: Annotated[float, Range("the alpha of a Beta distribution", at_least=0, below=math.inf)] = 0.2
     cutmix: Annotated[float, Range("the alpha of a Beta distribution", at_least=0, below=math.inf)] = 1.0
 
-    def draw(self, random: np.random.Generator, images: int, size: tuple[int, int]) -> Pairing:
+    def draw(self, random: np.random.Generator, images: int, size: tuple[int, int]) -> "Pairing":
         """How a batch of at least two images of `size` (height, width) is mixed."""
         shift = int(random.integers(1, images))
         cut = not self.mixup or (self.cutmix > 0 and random.random() < 0.5)

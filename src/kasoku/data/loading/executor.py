@@ -4,8 +4,6 @@ Images of files are read, decoded and copied to the device a few batches ahead, 
 cannot be decoded: which, and why.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections import deque
@@ -88,7 +86,7 @@ class MemoryExecutor:
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
         """Does nothing: the images are there."""
 
-    def fork(self) -> MemoryExecutor:
+    def fork(self) -> "MemoryExecutor":
         return self
 
 
@@ -125,7 +123,7 @@ class FileExecutor:
                 if error and getattr(error, "gone", True):  # a bad image is counted and named with its batch
                     raise error
 
-    def fork(self) -> FileExecutor:
+    def fork(self) -> "FileExecutor":
         """Another one for the same batches, which shares the decoded images; it skips and tunes for itself."""
         twin = FileExecutor(self.split, copy.deepcopy(self.skipped), side=self.side)
         twin.cache = self.cache
@@ -213,7 +211,7 @@ class _Iteration:
             for chunk in (chunk for batch in waiting for chunk in batch.chunks):
                 chunk.cancel()
 
-    def _submit(self, index_N: torch.Tensor) -> PendingBatch:
+    def _submit(self, index_N: torch.Tensor) -> "PendingBatch":
         pin = self.device.type == "cuda"
         images_NHWC = torch.empty((len(index_N), *self.size, 3), dtype=torch.uint8, pin_memory=pin)
         out_NHWC = images_NHWC.numpy()
@@ -252,7 +250,7 @@ class _Iteration:
             raise InputError(self.skipped.reasons[index])
         return self.read(index)
 
-    def _wait(self, waiting: Sequence[PendingBatch]) -> float:
+    def _wait(self, waiting: "Sequence[PendingBatch]") -> float:
         """Waits for the first of them; returns the seconds."""
         begin_s = time.perf_counter()
         if waiting:
@@ -261,7 +259,7 @@ class _Iteration:
                     chunk.result()
         return time.perf_counter() - begin_s
 
-    def _send(self, batch: PendingBatch) -> Moving:
+    def _send(self, batch: "PendingBatch") -> Moving:
         """Begins to copy a batch to the device, to be read after `_arrive`."""
         aside = self.stream is not None
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
@@ -287,7 +285,7 @@ class _Iteration:
     def _span(self, kind: str, name: str = "", *, bytes: int = 0) -> AbstractContextManager[None]:
         return self.trace.span(kind, name, bytes=bytes) if self.trace else nullcontext()
 
-    def _finish(self, batch: PendingBatch) -> RawBatch:
+    def _finish(self, batch: "PendingBatch") -> RawBatch:
         """A decoded batch. In place of a bad image training shows the next good one; a test leaves it out."""
         bad: Bad = {}
         for cut, chunk in zip(batch.cuts, batch.chunks, strict=True):

@@ -1,7 +1,5 @@
 """Loaders: an epoch of batches, ready for the model, from memory or from encoded images."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -28,7 +26,7 @@ def loader(
     device: torch.device | str = "cpu",
     comm: Comm | None = None,
     **settings: Any,
-) -> Loader:
+) -> "Loader":
     """Loader of dataset's split "train" (shuffled, full batches only) or "test" (in order, whole, never augmented).
 
     `batch` is global: each rank of comm gets its contiguous share of it. Iterating gives (x_NCHW normalised, y_N int64)
@@ -205,7 +203,7 @@ class Loader:
 
         return undo
 
-    def survey(self, images: int = 0) -> Loader:
+    def survey(self, images: int = 0) -> "Loader":
         """A loader of the first `images` training images (0: all) in order, each once, unvaried, for statistics.
 
         Batches are as large as this one's parts; its own state does not move.
@@ -224,7 +222,7 @@ class Loader:
         survey.trace = self.trace
         return survey
 
-    def sandbox(self) -> Loader:
+    def sandbox(self) -> "Loader":
         """The same images in the same order, read without a trace in this loader."""
         twin = Loader(self.pipeline.with_(shares=(), at_once=0), self.executor.fork())
         twin.epoch, twin.position, twin.trace = self.epoch, self.position, self.trace

@@ -1,7 +1,5 @@
 """What the batches of a split are: a description without threads or position."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -76,7 +74,7 @@ class Pipeline(Checked):
     def settings(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)[2:]}
 
-    def with_(self, **changes: Any) -> Pipeline:
+    def with_(self, **changes: Any) -> "Pipeline":
         """Another pipeline with some settings changed. Raises TypeError for a name that is none of them."""
         known = self.settings
         unknown = [name for name in changes if name not in known]

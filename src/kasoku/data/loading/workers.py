@@ -1,7 +1,5 @@
 """Threads that read and decode images; their number is tuned while training goes on."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import queue
@@ -21,7 +19,7 @@ _RARE = 512  # at last
 _GAIN = 0.98  # batches come in less than this share of the time: a change was worth it
 _WAITING = 0.05  # of the time of a batch: the input is what is waited for
 _END_S = 1.0  # that is waited for threads when Python ends
-_POOLS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+_POOLS: "weakref.WeakSet[ThreadPool]" = weakref.WeakSet()
 
 
 @atexit.register

@@ -5,8 +5,6 @@ An image is a range of its shard's bytes. A member's name is a key and never a p
 do no harm. Links, folders and devices are left out.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -61,7 +59,7 @@ class Index:
         return out.getvalue()
 
     @staticmethod
-    def load(data: bytes) -> Index:
+    def load(data: bytes) -> "Index":
         """Reads the output of `dump`. Raises Damaged for anything else."""
         try:
             with _PARSING, np.load(io.BytesIO(data), allow_pickle=False) as stored:

@@ -1,7 +1,5 @@
 """Reads files below a root, local or remote; remote data is cached on the local disk."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import importlib
@@ -160,7 +158,7 @@ class Store:
             self.close()
             time.sleep(_FIRST_WAIT_S)
 
-    def _read_far(self, far: _Far, path: str, start: int, stop: int | None, intact: Callable[[bytes], bool]) -> bytes:
+    def _read_far(self, far: "_Far", path: str, start: int, stop: int | None, intact: Callable[[bytes], bool]) -> bytes:
         size, version = self._known(path)
         file, stop = f"{size} {version} {path}", size if stop is None else min(stop, size)
         for attempt in range(TRIES):

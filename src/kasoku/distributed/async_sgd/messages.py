@@ -7,8 +7,6 @@ Note: deaths. A message that fails ends all others, and the training loop raises
 is the same as for synchronous ranks (distributed/liveness.py, Note: two policies).
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ sees that its `steer` belongs to another module, and runs torch's own forward. `
 segment itself, keeps its own `forward` in place and obeys `steer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class Steer:
             forward = steered if _is_torchs(self.norm) else torch.compiler.disable(steered)  # type: ignore[no-untyped-call]
             patch(self.norm, "forward", MethodType(forward, self.norm))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Steer:
+    def __deepcopy__(self, memo: dict[int, object]) -> "Steer":
         return self
 
     def forward(self, x: Tensor) -> Tensor:

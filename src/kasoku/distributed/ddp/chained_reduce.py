@@ -5,8 +5,6 @@ Between CPUs it runs on one thread, in the order of calls, which is the same on 
 one process (`Threads`) a chain runs at once, since the others run while one waits.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Generator
