@@ -156,7 +156,7 @@ def two_epochs(recipe: Path) -> None:
     start_s = time.perf_counter()
     sys.path.append(str(recipe.parent))
     from kasoku.distributed.environment import place
-    from kasoku.distributed.rendezvous import process_group
+    from kasoku.distributed.membership import process_group
     from kasoku.distributed.startup import Start
 
     start = Start(began=start_s)

@@ -32,7 +32,7 @@ def main() -> int:
             raise
         print(error, file=sys.stderr)
         return 2
-    from kasoku.distributed.rendezvous import leave  # imports torch, which `kasoku --help` does without
+    from kasoku.distributed.membership import leave  # imports torch, which `kasoku --help` does without
 
     return leave(code)
 

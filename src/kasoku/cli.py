@@ -115,6 +115,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    from kasoku.distributed.rendezvous import leave
+    from kasoku.distributed.membership import leave
 
     sys.exit(leave(main()))

@@ -20,8 +20,7 @@ from helpers.ranks import on_ranks
 from kasoku.config.toml import parse, table
 from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.data import digits
-from kasoku.distributed.ddp.chained_reduce import ChainedReduce, Reduce
-from kasoku.distributed.ddp.compression import Hierarchical, LowRank, Mean, Reducer, Wire
+from kasoku.distributed.ddp.compression import ChainedReduce, Hierarchical, LowRank, Mean, Reduce, Reducer, Wire
 from kasoku.distributed.environment import place
 
 LENGTHS = (4096, 3001, 5, 1)

@@ -15,7 +15,7 @@ import torch
 from kasoku.core import Job, Stage, Technique
 from kasoku.data import Dataset, Items, digits
 from kasoku.distributed import Reducer
-from kasoku.distributed.ddp.chained_reduce import Reduce
+from kasoku.distributed.ddp.compression import Reduce
 from kasoku.testing import (
     Contracts,
     ReducerContracts,

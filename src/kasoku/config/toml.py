@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
-from kasoku.core.attribution import attributed
-from kasoku.core.errors import InputError, nearest, summary
+from kasoku.core.errors import InputError, attributed, nearest, summary
 
 T = TypeVar("T")
 _LEVELS = 30  # of a document

@@ -1,9 +1,8 @@
 """The five nouns of kasoku and what serves them: torch, safetensors and the standard library only."""
 
-from kasoku.core.attribution import attributed, described
 from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, Solo, Work
-from kasoku.core.errors import CorruptionError, InputError, one_line, say, summary
+from kasoku.core.errors import CorruptionError, InputError, attributed, described, one_line, say, summary
 from kasoku.core.job import Job
 from kasoku.core.job_state import Batch, Hyper, Stateful
 from kasoku.core.limits import Checked, Range, checked

@@ -21,8 +21,7 @@ from kasoku.core import Comm, say
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.environment import Place, place
 from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, LostRankError
-from kasoku.distributed.membership import LAUNCHER
-from kasoku.distributed.rendezvous import process_group
+from kasoku.distributed.membership import LAUNCHER, process_group
 from kasoku.distributed.startup import Start
 
 STARTED = "KASOKU_STARTED"  # when the command was started, on time.perf_counter, which processes share

@@ -10,6 +10,9 @@ group, and go on from the mean of their copies of the weights (training/elastic.
 Note: joining ranks. `kasoku train` takes them in at a sync point. In a loop of the user's own the other ranks call
 `close()`, and form a new group and new jobs with the joining rank. It gets rank 0's weights from `apply`, and may load
 rank 0's `state_dict` (tests/distributed/test_joining.py).
+
+Note: optimizer states. Synchronous ranks need equal optimizer states, or their weights drift apart; asynchronous ranks
+each have their own. So the states are averaged over all ranks when a synchronous phase begins.
 """
 
 from collections import Counter
@@ -18,18 +21,18 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
+from torch import Tensor
 
 from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, copy_buffers, means_over
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.async_sgd.sync_phases import SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
-from kasoku.distributed.ddp.overlap import Overlap, SingleRank
+from kasoku.distributed.ddp.overlap import Engine, Overlap, SingleRank
 from kasoku.distributed.environment import nodes_of
 
 _REFUSED = {"moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"}
@@ -291,3 +294,56 @@ class Exchange:
             self.comm.gather_objects(None)
         self.staleness = Counter({int(steps): n for steps, n in state["staleness"].items()})
         self.weights.begin()
+
+
+class SyncPhases:
+    """The synchronous steps at the start and the end, by an Overlap without next-forward overlap.
+
+    No phase is active until `switch()`. The first one has `warmup` epochs; the last begins in epoch `finish`; 0: none.
+    Where ranks of a node step together, it averages their mean gradients over all ranks, after backward.
+    """
+
+    def __init__(self, job: Job, buckets: Policy, warmup: float, finish: float) -> None:
+        self._job, self.bounds, self.active, self._own = job, (warmup, finish), False, job.step_comm
+        self._whole = getattr(job.plain_loader, "size", job.comm.size) == job.comm.size
+        if warmup or finish:
+            skips = any(t.skips_unused for t in job.applied)
+            settings = Overlap(buckets, next_forward=False, unused="skip" if skips else "refuse")
+            # the means of a node are whole, and a loss scale has decided on them
+            self._engine = Engine(job, settings, job.comm, vetoed=job.vetoes_steps and self._own.size == 1)
+            if self._own.size == 1:
+                job.gradient_ready(lambda p: self._engine.arrive(p) if self.active else None)
+            job.before_step(lambda: self._average() if self.active else None)
+
+    def _average(self) -> None:
+        for p in self._job.model.parameters() if self._own.size > 1 else ():
+            if p.grad is not None:
+                self._engine.arrive(p)
+        self._engine.step()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step is synchronous; none is where there are not as many ranks as shares of a batch."""
+        (warmup, finish), epochs = self.bounds, self._job.progress + 1e-9
+        return self._whole and (epochs < warmup or 0 < finish <= epochs)
+
+    def switch(self) -> None:
+        """Makes the next step synchronous, or asynchronous again; collective."""
+        job, self.active = self._job, not self.active
+        job.step_comm = job.comm if self.active else self._own
+        job.run_hooks("after_regrouping")
+        if not (self.active and job.steps):
+            return
+        tensors = [
+            (i, name, x)
+            for i, p in enumerate(p for group in job.optimizer.param_groups for p in group["params"])
+            for name, x in sorted(job.state_of(p).items())
+            if isinstance(x, Tensor) and x.is_floating_point()
+        ]
+        names = job.comm.gather_objects([(i, name, tuple(x.shape)) for i, name, x in tensors])
+        if any(other != names[0] for other in names):  # averages of different states have no meaning
+            job.optimizer.state.clear()
+            return
+        with torch.no_grad():
+            for _, _, x in tensors:
+                job.comm.all_reduce(x, op="mean").wait()

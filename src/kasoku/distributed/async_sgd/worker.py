@@ -1,13 +1,15 @@
 """A worker's copy of one group of parameters, divided into pieces, one for each owner."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kasoku.distributed.async_sgd.messages import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
 
+Reply = Future[Any]  # to a request: the first tensor received
 _MOST_LOCAL_STEPS = 16  # between two exchanges, however long an exchange takes
 
 

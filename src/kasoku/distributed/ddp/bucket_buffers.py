@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from kasoku.core import Comm, InputError, Trace, Work
 from kasoku.core.hardware import is_dense
 from kasoku.core.torch_internals import version
-from kasoku.distributed.ddp.chained_reduce import Reduce
+from kasoku.distributed.ddp.compression import Reduce
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk
 from kasoku.distributed.ddp.layer_index import LayerIndex
 

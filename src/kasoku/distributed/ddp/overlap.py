@@ -22,8 +22,7 @@ from kasoku.core.backward_updates import BackwardUpdates
 from kasoku.distributed.ddp.all_reduce import TWO_AVERAGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy, table
-from kasoku.distributed.ddp.chained_reduce import Reduce
-from kasoku.distributed.ddp.compression import Mean, Reducer
+from kasoku.distributed.ddp.compression import Mean, Reduce, Reducer
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.step_profiler import StepProfiler

@@ -24,7 +24,7 @@ from kasoku.core import Comm, Job, Work
 from kasoku.core.clock import Stopwatch
 from kasoku.distributed.ddp.bucket_buffers import BucketLayout
 from kasoku.distributed.ddp.bucket_plan import MIB, Planned, cut, search
-from kasoku.distributed.ddp.chained_reduce import Reduce
+from kasoku.distributed.ddp.compression import Reduce
 from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, Sized, UnitTimes
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
