@@ -104,9 +104,8 @@ def _has_run(arguments: TrainArguments) -> bool:
                 (member / "recipe.toml").unlink()
         return False
     if len(members) != wanted:
-        raise InputError(
-            f"{out}: a run of {len(members)} members, and --members {wanted} is given; go on with --resume {out}"
-        )
+        got = f"a run of {len(members)} members, and --members {wanted} is given"
+        raise InputError(f"{out}: {got}; go on with --resume {out}")
     return True
 
 

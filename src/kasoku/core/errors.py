@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 # Packages that kasoku calls itself, and those that they call: an error that is raised in one of them is its caller's.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "PIL", "safetensors", "rich", "tomli_w", "tensorboard"}
 _LIBRARIES |= {"fsspec", "aiohttp", "onnx", "onnxscript", "onnx_ir", "plotly", "jinja2", "optuna", "triton", "pynvml"}

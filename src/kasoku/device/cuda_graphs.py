@@ -49,9 +49,8 @@ def _keep(job: Job, p: Tensor, gradient: Tensor) -> Tensor | None:
         return gradient.clone() if job.accumulate > 1 else None
     if p.grad.data_ptr() == gradient.data_ptr():
         got = "Graphs: a second backward has overwritten the gradients of the first"
-        raise InputError(
-            f"{got}: call optimizer.zero_grad() after each step; for k backwards a step, Job(accumulate=k)"
-        )
+        advice = "call optimizer.zero_grad() after each step; for k backwards a step, Job(accumulate=k)"
+        raise InputError(f"{got}: {advice}")
     return None
 
 

@@ -74,14 +74,11 @@ class Detector:
         self.last = dict.fromkeys(self.ranks, b"")  # heartbeats
         self.silent = dict.fromkeys(self.ranks, 0)  # beats of our own since a rank's last new heartbeat
 
-    def count_beat(self) -> None:
-        """Counts a beat of our own."""
-        for rank in self.ranks:
-            self.silent[rank] += 1
-
-    def heard(self, rank: int, heartbeat: bytes) -> None:
-        """Takes in a new heartbeat."""
-        self.last[rank], self.silent[rank] = heartbeat, 0
+    def beat(self, heartbeats: Sequence[bytes]) -> None:
+        """Counts a beat of our own, and takes in the heartbeats that the ranks have now."""
+        for rank, heartbeat in zip(self.ranks, heartbeats, strict=True):
+            self.silent[rank] = self.silent[rank] + 1 if heartbeat == self.last[rank] else 0
+            self.last[rank] = heartbeat
 
     def living(self) -> list[int]:
         """The ranks that have not been silent for too long."""
@@ -244,10 +241,7 @@ class StoreHeartbeat:
     def judge(self, heartbeats: Sequence[bytes]) -> Fault | None:
         """The fault that these heartbeats show, if any."""
         detector, now = self.detector, self.clock.now()
-        detector.count_beat()
-        for rank, heartbeat in zip(detector.ranks, heartbeats, strict=True):
-            if heartbeat != detector.last[rank]:
-                detector.heard(rank, heartbeat)
+        detector.beat(heartbeats)
         if dead := detector.dead():
             return self.death(dead, detector.last[dead[0]], f"no heartbeat for {self.settings.dead_s:g} s")
         states = [self.activity.state(), *(heartbeat[:1] for heartbeat in heartbeats)]

@@ -31,8 +31,7 @@ class NormStatistics(NamedTuple):
 def group_sizes(layer: Any, images: int) -> list[int]:
     """The images of each group that shares statistics in a forward; empty if a group spans ranks."""
     steer = steering(layer)
-    sizes: list[int] = [images] if steer is None else steer.sizes(images)
-    return sizes
+    return [images] if steer is None else cast(list[int], steer.sizes(images))
 
 
 def compute(node: GraphNode, x: Tensor) -> tuple[Tensor, list[NormStatistics]]:

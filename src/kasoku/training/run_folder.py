@@ -151,10 +151,8 @@ def check_same_training(folder: Path, recipe: Recipe) -> None:
     old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
-            raise InputError(
-                f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
-                f"training; only {', '.join(CHANGEABLE)} may change"
-            )
+            got = f"its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another training"
+            raise InputError(f"{folder}: {got}; only {', '.join(CHANGEABLE)} may change")
 
 
 def upload(comm: Comm, folder: Path, address: str) -> None:

@@ -243,9 +243,8 @@ class _Far:
             package = f"'kasoku[{extra}]'" if extra else missing
             raise InputError(f"{setting}={self.shown}: {error}; run: pip install {package}") from error
         except Exception as error:  # an unknown protocol, or any error of the source's own package
-            raise InputError(
-                f"{setting}={self.shown}: cannot be opened ({_plain(error)}); check the address"
-            ) from error
+            why = f"cannot be opened ({_plain(error)})"
+            raise InputError(f"{setting}={self.shown}: {why}; check the address") from error
         self._top = str(top).rstrip("/")
         self.here = getattr(self._system, "local_file", False)  # of fsspec: the files are on this machine
         self._exact = {"block_size": 1} if root.startswith("webhdfs:") else {}  # else it reads 4 MiB more each time

@@ -137,12 +137,6 @@ class WorkerGroup:
         """Whether to exchange at this step: the last exchange has finished, or began `most` steps ago."""
         return step - self.sent_at >= most or all(reply.done() for reply in self.pending.values())
 
-    @property
-    def _by_parameter(self) -> bool:
-        """Whether parameters can be processed one by one, without a flat copy."""
-        here = self.params[0].device == self.base.flat.device
-        return here and not len(self.residual)
-
     def contribution(self, rank: int, owned: Tensor | None) -> Tensor:
         """This rank's summand of the weights: the piece that it owns, if any, and a worker's rounding errors."""
         whole = self.current.flat.zero_()
@@ -157,26 +151,20 @@ class WorkerGroup:
 
         Inexact codecs send that share.
         """
-        if not self._by_parameter:
-            self._write_request(share)
+        exact = self.codec.exact
+        views = self._request.views if exact else self.current.views
+        for p, base, update in zip(self.params, self.base.views, views, strict=True):
+            torch.sub(p.to(base.device), base, out=update)
+            if exact and not self._blocking:  # else the reply replaces the weights
+                p.copy_(base.add_(update, alpha=share))
+        if exact:
             return
-        for p, base, request in zip(self.params, self.base.views, self._request.views, strict=True):
-            torch.sub(p, base, out=request)
-            if not self._blocking:
-                p.copy_(base.add_(request, alpha=share))
-
-    def _write_request(self, share: float) -> None:
-        """The general case, with flat copies."""
-        update = self.current.load().sub_(self.base.flat)
-        if not len(self.residual):
-            self.request.copy_(update)
-        update.mul_(share)
-        if len(self.residual):
-            self.residual.copy_(update.add_(self.residual))
-            for owner, piece in self.pieces.items():
-                self.codec.pack(update[piece], self.request[self.slots[owner]])
-                self.codec.unpack(self.request[self.slots[owner]], update[piece])
-            self.residual.sub_(update)
+        update = self.current.flat.mul_(share)
+        self.residual.copy_(update.add_(self.residual))
+        for owner, piece in self.pieces.items():
+            self.codec.pack(update[piece], self.request[self.slots[owner]])
+            self.codec.unpack(self.request[self.slots[owner]], update[piece])
+        self.residual.sub_(update)
         self.base.flat.add_(update)
         if not self._blocking:
             self.base.store()
@@ -187,36 +175,18 @@ class WorkerGroup:
         Replies are weights; those of inexact codecs are differences.
         """
         self.prediction.set_factor(sum(self.version_read.values()))
-        if not self._by_parameter or self._blocking:
-            self._read_reply()
-            return
-        movements: Sequence[Tensor | None] = self.prediction.views or [None] * len(self.params)
-        views = self.base.views, self._reply.views, movements
-        for p, base, reply, movement in zip(self.params, *views, strict=True):
-            p.sub_(base).add_(reply)
-            if movement is not None:
-                torch.sub(reply, base, out=movement)
-            base.copy_(reply)
-
-    def _read_reply(self) -> None:
-        """The general case, with flat copies."""
-        base, reply, predicted = self.base.flat, self.reply, self.prediction.flat
-        update = None if self._blocking else self.current.load().sub_(base)  # since the last one was sent
-        if self.codec.exact:
-            if len(predicted):
-                predicted.copy_(reply - base)
-            base.copy_(reply)
-        else:
-            whole = torch.empty_like(base) if update is not None else self.current.flat
-            if len(predicted):  # on this device it is written in place
-                whole = predicted.to(base.device)
+        weights = self._reply if self.codec.exact else self.current
+        if not self.codec.exact:
             for owner, piece in self.pieces.items():
-                self.codec.unpack(reply[self.slots[owner]], whole[piece])
-            base.add_(whole)
-            if len(predicted):
-                predicted.copy_(whole)
-        if update is None:
-            self.base.store()
-        else:
-            update.add_(base)
-            self.current.store()
+                self.codec.unpack(self.reply[self.slots[owner]], weights.flat[piece])
+            weights.flat.add_(self.base.flat)
+        movements: Sequence[Tensor | None] = self.prediction.views or [None] * len(self.params)
+        for p, base, new, movement in zip(self.params, self.base.views, weights.views, movements, strict=True):
+            old_p, new_p = base.to(p.device), new.to(p.device)  # themselves on a CPU
+            if movement is not None:
+                torch.sub(new_p, old_p, out=movement)
+            if self._blocking:
+                p.copy_(new_p)
+            else:
+                p.sub_(old_p).add_(new_p)
+            base.copy_(new)

@@ -92,9 +92,8 @@ class ExactSums:
             self.comm.all_reduce(self.flat).wait()
         parts, spoilt = self.counts.tolist()
         if parts > _MOST_PARTS:
-            raise InputError(
-                f"AllReduce(exact=true): {parts} parts of a batch, at most {_MOST_PARTS}: lower accumulate"
-            )
+            got = f"{parts} parts of a batch, at most {_MOST_PARTS}"
+            raise InputError(f"AllReduce(exact=true): {got}: lower accumulate")
         for p, total in zip(self.params, self.sums, strict=True):
             if p in self.used:
                 mean = total.double() / (torch.nan if spoilt else _ONE * parts)
