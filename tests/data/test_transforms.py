@@ -24,7 +24,7 @@ from kasoku.data.augment.transforms import Vary
 from kasoku.optim import sgd
 from kasoku.report import Ledger, StepFacts
 from kasoku.report.bottleneck import find_bottlenecks
-from kasoku.report.phase_timer import STEP, Steps
+from kasoku.report.ledger import STEP, Steps
 
 
 def drawn(x_CHW: Tensor) -> Tensor:

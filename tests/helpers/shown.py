@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from kasoku.report import StepFacts
-from kasoku.report.phase_timer import STEP
+from kasoku.report.ledger import STEP
 
 FACTS = StepFacts(device="cpu", batch=64, layers=10, layer_s=5e-5, parameters=1_000_000, threads=2, cores=2)
 

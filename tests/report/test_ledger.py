@@ -24,7 +24,7 @@ from kasoku.distributed.ddp.cost_model import LinkModel, UnitTimes
 from kasoku.distributed.startup import Start
 from kasoku.optim import sgd
 from kasoku.report import Ledger, StepFacts, Timed
-from kasoku.report.phase_timer import STEP, Steps
+from kasoku.report.ledger import STEP, Steps
 
 ROOT = Path(__file__).parent.parent.parent
 FACTS = StepFacts(device="cpu", batch=64, layers=3, layer_s=1e-5, parameters=100)

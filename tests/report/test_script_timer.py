@@ -33,7 +33,7 @@ from kasoku.core import InputError
 from kasoku.core.torch_internals import at_end_of_backward
 from kasoku.report import Ledger, watch
 from kasoku.report.html import figures
-from kasoku.report.phase_timer import STEP
+from kasoku.report.ledger import STEP
 from kasoku.report.script_timer import ScriptTimer, follow_script, script_documents
 
 STEP_S = {"input": 0.5, "forward": 1.0, "backward": 2.0, "update": 0.25, "other": 0.125}

@@ -35,8 +35,7 @@ from kasoku.core.job_state import Patches
 from kasoku.core.torch_internals import at_end_of_backward, data_loader_iterator, replace_call
 from kasoku.distributed import TorchComm
 from kasoku.report.bottleneck import StepBottleneck, StepFacts, facts_of
-from kasoku.report.ledger import Document, Ledger, documents_of
-from kasoku.report.phase_timer import Steps
+from kasoku.report.ledger import Document, Ledger, Steps, documents_of
 
 _COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")  # names begin so
 _ONE_CALL = (nn.DataParallel, torch.jit.ScriptModule)  # and what torch.compile returns: nothing within is timed

@@ -99,7 +99,7 @@ def train(
 
         members = list(zip(run_on_all_ranks(comm, trainings), run_on_all_ranks(comm, folders), strict=True))
         # when all folders are there, and before any member trains
-        run_on_all_ranks(comm, lambda: [training.describe(run, own_modules) for training, run in members if run])
+        run_on_all_ranks(comm, lambda: _describe(members, own_modules))
         try:
             outcome = _one_after_the_other(members, started=started, resume=resume, quiet=quiet or comm.rank > 0)
         except InputError as error:
@@ -124,6 +124,12 @@ def evaluate(paths: Sequence[Path], comm: Comm, *, quiet: bool = False) -> None:
     document = json.dumps({**asdict(scores[-1][1]), "members": len(paths)}, indent=1) + "\n"
     file = paths[0].parent / ENSEMBLE
     run_on_all_ranks(comm, lambda: write_text(file, document) if comm.rank == 0 else None)
+
+
+def _describe(members: Members, own_modules: Sequence[str] | None) -> None:
+    for training, run in members:
+        if run:
+            training.describe(run, own_modules)
 
 
 def _one_after_the_other(members: Members, *, started: float, resume: bool, quiet: bool) -> Outcome:

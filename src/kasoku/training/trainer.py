@@ -30,10 +30,10 @@ from kasoku.report import Timed
 from kasoku.training.batches import AsyncSource, SyncSource
 from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint, set_aside
 from kasoku.training.control import Request, signals
+from kasoku.training.evaluation import Validation
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import NO_CHECKPOINT, MeetError, Result, RunState, Training
-from kasoku.training.validation import Validation
 
 
 class Trainer:

@@ -1,4 +1,4 @@
-"""Plotly figures of runs: curves, where the time went, steps, tuning, accuracy by class, confusion.
+"""Plotly figures of runs: curves, where the time went, steps, idle gaps, accuracy by class, confusion.
 
 Note: text. Plotly interprets some HTML in labels, legends and hover texts, and placeholders in hover templates. So
 every text that comes from a run goes through `plain`, and reaches a hover text as `customdata`, never as a template.
@@ -13,6 +13,7 @@ from typing import Any
 
 from kasoku.core import InputError
 from kasoku.report.html.content import Panel, RunRecord
+from kasoku.report.profile_tables import ms, profile_tables
 
 try:
     import plotly.graph_objects as go
@@ -36,6 +37,7 @@ _MAX_RANKS = 16  # bars of a ledger
 _MAX_LEGEND_RUNS = 6  # more would leave no room for the curves
 _MIN_SHARE = 5e-4  # rows with a smaller share of a ledger are not drawn
 _MAX_SPANS = 6000  # of a timeline
+_STEPS, _RANKS = 5, 8  # whose idle gaps are drawn
 _MAX_CLASSES = 40
 _MAX_CLASSES_WITH_COUNTS = 14  # more would leave no room for numbers in the cells
 _ACCURACY = {"title_text": "accuracy", "tickformat": "~%"}
@@ -299,3 +301,34 @@ def confusion(document: Mapping[str, Any]) -> Chart:
     figure = new_figure(traces, min(760, 220 + 26 * len(shown)), x, y, dragmode=False, showlegend=False)
     note = f"The {len(shown)} classes with the most mistakes, of {len(classes)}." if len(shown) < len(classes) else ""
     return Chart("confusion", "Confusion", figure, note)
+
+
+# ---- a profile
+
+
+def profile(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The charts and the tables of profile.json, of what was measured."""
+    tables = [(title.capitalize(), (head, rows)) for title, head, rows in profile_tables(document)]
+    charts = [_gaps(document["ranks"])] if document["blocks"] else []
+    return {"charts": charts, "tables": tables}
+
+
+def _gaps(ranks: Sequence[Mapping[str, Any]]) -> Chart:
+    """A bar for each step: darker where more of the device is used, empty where it is idle. Ref: [002] Fig. 12."""
+    steps = [
+        (f"rank {row['rank']}, step {k}" if len(ranks) > 1 else f"step {k}", step)
+        for row in ranks[:_RANKS]
+        for k, step in enumerate(row["iterations"][:_STEPS], 1)
+    ]
+    parts = [(at, *part) for at, (_, step) in enumerate(steps) for part in step["used"]]
+    hover = [f"{plain(what)}: {ms(b - a)} ms<br>device used {share:.0%}" for _, what, a, b, share in parts]
+    rows, _, starts, stops, shares = zip(*parts, strict=True)
+    bars = go.Bar(
+        base=[1e3 * start for start in starts], x=[1e3 * (b - a) for a, b in zip(starts, stops, strict=True)], y=rows,
+        name="device used", orientation="h", customdata=hover, **HOVER,
+        marker={"color": shares, "colorscale": SHADES, "cmin": 0, "cmax": 1, "line_color": COLOURS[0]},
+    )  # fmt: skip
+    y = {**ticks([name for name, _ in steps]), "fixedrange": True}
+    idle = sum(step["idle_s"] for _, step in steps) / max(1e-9, sum(step["step_s"] for _, step in steps))
+    figure = new_figure([bars], 120 + 26 * len(steps), {"title_text": "ms"}, y, bargap=0.2, showlegend=False)
+    return Chart("gaps", "Idle gaps", figure, f"The darker, the more of the device is used. It is idle for {idle:.0%}.")

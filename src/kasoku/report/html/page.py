@@ -10,7 +10,6 @@ from kasoku.core.files import write_text
 from kasoku.report.html import figures
 from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.html.figures import COLOURS, Chart
-from kasoku.report.html.profile import profile
 from kasoku.report.html.tuning import tuning
 
 try:
@@ -163,7 +162,7 @@ _PARTS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {  # by the name o
     "ledger": _ledger,
     "timeline": figures.timeline,
     "tuning": tuning,
-    "profile": profile,
+    "profile": figures.profile,
     "classes": _classes,
 }
 
