@@ -29,11 +29,8 @@ def run(arguments: TuneArguments) -> int:
 
 def _gpus(arguments: TuneArguments) -> int:
     """The number of processes to tune on this machine."""
-    available = torch.cuda.device_count()
-    if available < 2:
-        return 1
-    # all sizes that are tried can be shared by all GPUs
-    return available if arguments.load().device.kind in ("auto", "cuda") else 1
+    available = torch.cuda.device_count()  # all sizes that are tried can be shared by all GPUs
+    return available if available > 1 and arguments.load().device.kind in ("auto", "cuda") else 1
 
 
 def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:

@@ -136,9 +136,8 @@ class Membership:
         if heartbeat := self.comm.activity.heartbeat:
             heartbeat.end("")
         try:
-            self._group = (
-                self.election.join() if self.newcomer else self.election.elect({*self.election.lost}, PATIENT_S)
-            )
+            ranks = self.election
+            self._group = ranks.join() if self.newcomer else ranks.elect({*ranks.lost}, PATIENT_S)
         except (InputError, OSError, RuntimeError) as error:
             raise LostRankError(f"rank {self.election.rank} cannot go on: {summary(error)}") from error
         self._decided.set()

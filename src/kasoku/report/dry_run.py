@@ -10,7 +10,7 @@ from torch import nn
 
 from kasoku.config.recipe import Recipe, network, optimizer
 from kasoku.config.updates import Moment, data_info, moments, updates, updates_in_epoch
-from kasoku.core import Technique, say
+from kasoku.core import say
 from kasoku.data import Dataset, Facts, Files
 from kasoku.distributed.batchnorm.virtual_ranks import momentum
 from kasoku.report.progress_bar import print_table
@@ -48,7 +48,9 @@ def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module) -> dict[str, str
     rows: dict[str, list[str]] = {"augmentation": [], "techniques": []}
     for technique in recipe.techniques:
         row = rows["augmentation" if technique.changes_pixels else "techniques"]
-        row.append(f"{type(technique).__name__}({_changed(technique)})")
+        values = ((f.name, getattr(technique, f.name), f.default) for f in fields(technique))
+        changed = ", ".join(f"{name}={value}" for name, value, default in values if value != default)
+        row.append(f"{type(technique).__name__}({changed})")
     return {
         "network": f"{recipe.model.name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
         "classes": f"{len(data.classes)}: {_some(data.classes)}",
@@ -76,12 +78,6 @@ def remark(recipe: Recipe, data: Dataset, outputs: int) -> str:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
-
-
-def _changed(technique: Technique) -> str:
-    """The settings of a technique that differ from its defaults."""
-    values = ((f.name, getattr(technique, f.name), f.default) for f in fields(technique))
-    return ", ".join(f"{name}={value}" for name, value, default in values if value != default)
 
 
 def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
