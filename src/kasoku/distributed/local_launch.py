@@ -6,6 +6,8 @@ The code is that of the rank that crashed. Ranks that can go on without it (Memb
 then theirs, and a rank that a signal ended is started again, to join them in their run folder.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import signal

@@ -1,5 +1,7 @@
 """Images in tar shards: packs that `kasoku pack` wrote, and WebDataset-style shards from elsewhere."""
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import itertools
@@ -95,7 +97,7 @@ class Shards:
         """Which raw images of this machine had the checksum that they were packed with."""
         return np.zeros(len(self), np.bool_)
 
-    def take(self, rows_N: np.ndarray) -> "Shards":
+    def take(self, rows_N: np.ndarray) -> Shards:
         names = tuple(self.names[row] for row in rows_N.tolist())
         return replace(self, place_N5=self.place_N5[rows_N], labels_N=self.labels_N[rows_N], names=names)
 
