@@ -92,22 +92,18 @@ class LayerGraph:
 
 
 class Instruction(NamedTuple):
-    """One step: "compute" a node's value, or take the "grad" of a node.
-
-    Args:
-        inplace: the result takes the memory of the first input (compute), of the incoming gradient (grad of a ReLU) or
-            of the input (grad of a norm).
-        joins: for "grad", how the gradient of each input is added to the gradient of the same value from another
-            reader: "set" (there is none yet), "into" (the other is added to it), "fresh" (a new tensor, as it shares
-            its memory), or "" if the input needs no gradient.
-        frees: the values freed after it.
-    """
+    """One step: "compute" a node's value, or take the "grad" of a node."""
 
     kind: str
     at: int
+    # the result takes the memory of the first input (compute), of the incoming gradient (grad of a ReLU), or of the
+    # input (grad of a norm)
     inplace: bool = False
+    # for "grad", how the gradient of each input is added to the gradient of the same value from another reader: "set"
+    # (there is none yet), "into" (the other is added to it), "fresh" (a new tensor, as it shares its memory), or "" if
+    # the input needs no gradient
     joins: tuple[str, ...] = ()
-    frees: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()  # the values freed after it
 
 
 def op_of(layer: nn.Module) -> str:

@@ -135,27 +135,18 @@ def reads_values(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a layer or a function in a forward.
+    """A call of a layer or a function in a forward."""
 
-    Attributes:
-        op: as in `GraphNode`; "" if it is not supported.
-        layer: None for a function.
-        half: the type in which autocast computed convolutions; None where it was off.
-        in_place: its output is its first input.
-        kept: bytes that autograd keeps of it, beside `copies`, which are the same for any batch.
-        node: in a chain; `like`: a tensor without values like its output, of the last number of images.
-    """
-
-    op: str
+    op: str  # as in `GraphNode`; "" if it is not supported
     inputs: Sequence[Tensor]
-    layer: nn.Module | None = None
+    layer: nn.Module | None = None  # None for a function
     out: Any = None
-    half: torch.dtype | None = None
-    in_place: bool = False
-    kept: int = 0
-    copies: int = 0
-    node: Any = None
-    like: Any = None
+    half: torch.dtype | None = None  # in which autocast computed convolutions; None where it was off
+    in_place: bool = False  # its output is its first input
+    kept: int = 0  # bytes that autograd keeps of it, beside `copies`
+    copies: int = 0  # bytes that are the same for any batch
+    node: Any = None  # in a chain
+    like: Any = None  # a tensor without values like its output, of the last number of images
 
 
 class CallLog(TorchFunctionMode):

@@ -23,14 +23,10 @@ _NEAR = 4  # gradient steps during which a recomputed cheap value is kept for it
 
 @dataclass(frozen=True)
 class Program:
-    """The instructions of a segment.
-
-    Attributes:
-        kept: the values held from forward to backward, besides max-pool positions and statistics; 0 is the input.
-    """
+    """The instructions of a segment."""
 
     graph: LayerGraph
-    kept: frozenset[int]
+    kept: frozenset[int]  # values held from forward to backward, beside max-pool positions and statistics; 0: the input
     forward: tuple[Instruction, ...] = field(repr=False)
     backward: tuple[Instruction, ...] = field(repr=False)
 
@@ -133,21 +129,13 @@ def _with_frees(
 
 @dataclass
 class Segment:
-    """Runs the layers of a program.
+    """Runs the layers of a program."""
 
-    Args:
-        program: the instructions.
-        how: precision, and whether recomputation must be exact.
-        chunk: images at a time, 0: all at once. Only without BatchNorm over the batch.
-        name: of its first and last layer, for errors and the printed plan.
-        caller: the module whose forward runs the segment, so that torch calls its forward pre-hooks.
-    """
-
-    program: Program
-    how: ops.Numerics
-    chunk: int = 0
-    name: str = ""
-    caller: nn.Module | None = None
+    program: Program  # the instructions
+    how: ops.Numerics  # precision, and whether recomputation must be exact
+    chunk: int = 0  # images at a time, 0: all at once; only without BatchNorm over the batch
+    name: str = ""  # of its first and last layer, for errors and the printed plan
+    caller: nn.Module | None = None  # the module whose forward runs the segment, so torch calls its forward pre-hooks
 
     def __call__(self, x: Tensor) -> Tensor:
         nodes = self.program.graph.nodes

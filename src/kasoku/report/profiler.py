@@ -52,19 +52,14 @@ class Iteration:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A profile, as profile.json has it.
+    """A profile, as profile.json has it."""
 
-    Attributes:
-        blocks: name, median forward_s and backward_s (0 if its output is not a tensor with a gradient),
-            parameter_bytes, and saved_bytes: what its forward saves for backward and no earlier block has saved.
-        operators: operators and kernels, over all traced steps: name, calls, and own seconds host_s and device_s.
-        bounds: of `Profiler.bounds`.
-    """
-
+    # name, median forward_s and backward_s (0 if its output is not a tensor with a gradient), parameter_bytes, and
+    # saved_bytes: what its forward saves for backward and no earlier block has saved
     blocks: list[dict[str, Any]]
-    operators: list[dict[str, Any]]
+    operators: list[dict[str, Any]]  # and kernels, over all traced steps: name, calls, own seconds host_s and device_s
     iterations: list[Iteration]
-    bounds: dict[str, float]
+    bounds: dict[str, float]  # of `Profiler.bounds`
 
 
 class Profiler:

@@ -17,17 +17,13 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 class Comparison:
     """The second group of runs, compared with the first.
 
-    Attributes:
-        word: "faster", "slower", "more accurate", "less accurate" or "undecided".
-        line: a sentence with the figures.
-        pairs: seeds that both groups have.
-        estimate, low, high: with their 95 % interval: the second's time over the first's, or the difference of
-            accuracies (second minus first); nan with too few pairs.
+    `estimate`, `low`, `high`: with their 95 % interval: the second's time over the first's, or the difference of
+        accuracies (second minus first); nan with too few pairs.
     """
 
-    word: str
-    line: str
-    pairs: int
+    word: str  # "faster", "slower", "more accurate", "less accurate" or "undecided"
+    line: str  # a sentence with the figures
+    pairs: int  # seeds that both groups have
     estimate: float = math.nan
     low: float = math.nan
     high: float = math.nan

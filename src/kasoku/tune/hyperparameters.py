@@ -39,18 +39,12 @@ class Between:
     """Numbers from `low` to `high`, both included; integers if `low`, `high` and `step` are.
 
     Raises InputError for an empty range, and for values that are not finite numbers.
-
-    Args:
-        low: the smallest.
-        high: the largest.
-        log: uniform in the logarithm, as for rates.
-        step: only low + k * step.
     """
 
     low: Any
     high: Any
-    log: bool = False
-    step: Any = None
+    log: bool = False  # uniform in the logarithm, as for rates
+    step: Any = None  # only low + k * step
 
     def __post_init__(self) -> None:
         numbers = [x for x in (self.low, self.high, self.step) if x is not None]

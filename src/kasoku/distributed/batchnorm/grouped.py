@@ -26,21 +26,14 @@ Take = Callable[[Tensor, Tensor, int], None]  # (mean_C, variance_C (biased), va
 
 @dataclass(frozen=True)
 class Steer:
-    """How a BatchNorm module groups images in training.
-
-    Attributes:
-        images: number that share statistics; 0: all of one forward; if more than those, a group spans several ranks.
-        take: called with each group's statistics, in float32 or the buffers' type, and this rank's values a channel.
-        alone: groups stay within one forward of one rank, and may be smaller.
-        trace: records the time spent waiting for other ranks.
-    """
+    """How a BatchNorm module groups images in training."""
 
     norm: Any
-    images: int
+    images: int  # that share statistics; 0: all of one forward; if more than those, a group spans several ranks
     comm: Comm
-    take: Take
-    alone: bool = False
-    trace: Trace | None = None
+    take: Take  # called with a group's statistics, in float32 or the buffers' type, and this rank's values a channel
+    alone: bool = False  # groups stay within one forward of one rank, and may be smaller
+    trace: Trace | None = None  # records the time spent waiting for other ranks
 
     def install(self, patch: Callable[[nn.Module, str, object], object]) -> None:
         """Steers the module, by a function that sets an attribute."""

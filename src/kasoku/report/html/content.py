@@ -19,26 +19,18 @@ class RunRecord:
     """The data of one run, or of a folder of `kasoku tune` or `kasoku profile`, which has no recipe.
 
     Times are in seconds, accuracies from 0 to 1.
-
-    Attributes:
-        name: the run's name on the page.
-        recipe: its resolved recipe, as a document.
-        result: its result.json; empty if there is none yet.
-        metrics: the lines of its metrics.jsonl, each with `step`, `epoch` and `seconds`.
-        parts: the contents of ledger.json, timeline.json, tuning.json, profile.json and classes.json, if they exist.
-        buckets: its gradient buckets, as text; empty if the run has one rank or kept none.
-        machine: the hardware and the device setup.
-        damaged: one line for each file that cannot be read.
     """
 
-    name: str
-    recipe: Mapping[str, Any]
-    result: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Sequence[Mapping[str, Any]] = ()
-    parts: Mapping[str, Any] = field(default_factory=dict)
-    buckets: str = ""
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    damaged: Sequence[str] = ()
+    name: str  # on the page
+    recipe: Mapping[str, Any]  # resolved, as a document
+    result: Mapping[str, Any] = field(default_factory=dict)  # its result.json; empty if there is none yet
+    metrics: Sequence[Mapping[str, Any]] = ()  # the lines of its metrics.jsonl, each with `step`, `epoch` and `seconds`
+    parts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # by name: the other documents that exist, such as ledger.json
+    buckets: str = ""  # of its gradients, as text; empty if the run has one rank or kept none
+    machine: Mapping[str, Any] = field(default_factory=dict)  # the hardware and the device setup
+    damaged: Sequence[str] = ()  # one line for each file that cannot be read
 
     @property
     def seed(self) -> int:
