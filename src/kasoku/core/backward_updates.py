@@ -29,19 +29,17 @@ LIMIT = 2**25  # bytes of gradients that are averaged at once; one bucket may ha
 class BackwardUpdates:
     """Updates the parameters of a job in backward, unless something needs all gradients at once.
 
-    Attributes:
-        name: of the technique that messages are about.
-        exchange: averages the gradients of several ranks in backward; None without one.
-        placeholders: of the gradients that were used, or whose factors a layer holds.
-        senders: for weights whose layer may exchange the factors of their gradient. The exchange calls `senders[p]()`
-            on all ranks, in the turn of p's bucket, if no other gradient is in it. True: the layer has started to
-            exchange factors. False: `p.grad` is the gradient, to be averaged.
+    `name`: of the technique that messages are about.
+
+    `senders`: for weights whose layer may exchange the factors of their gradient. The exchange calls `senders[p]()` on
+    all ranks, in the turn of p's bucket, if no other gradient is in it. True: the layer has started to exchange
+    factors. False: `p.grad` is the gradient, to be averaged.
     """
 
     def __init__(self, job: Job, name: str, *, enabled: bool, show: bool) -> None:
         self.job, self.name, self.enabled, self.show = job, name, enabled, show
-        self.exchange: GradientExchange | None = None
-        self.placeholders: dict[Tensor, Tensor] = {}
+        self.exchange: GradientExchange | None = None  # averages gradients of several ranks in backward
+        self.placeholders: dict[Tensor, Tensor] = {}  # of gradients that were used, or whose factors a layer holds
         self.senders: dict[Tensor, Callable[[], bool]] = {}
         self._settings: Hyper = []
         self._pending: deque[tuple[int, Sequence[Work], Callable[[], object]]] = deque()

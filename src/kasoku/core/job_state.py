@@ -30,13 +30,9 @@ class Stateful(Protocol):
 
 
 class GradientExchange(Protocol):
-    """Averages gradients over ranks in backward, bucket by bucket, in an order that is the same on all ranks.
+    """Averages gradients over ranks in backward, bucket by bucket, in an order that is the same on all ranks."""
 
-    Attributes:
-        factors: a communicator for layers that exchange the factors of their gradients instead.
-    """
-
-    factors: Comm
+    factors: Comm  # for layers that exchange the factors of their gradients instead
 
     def bucket_bytes(self, p: Tensor) -> int:
         """The bytes of the bucket that holds the gradient of p."""
@@ -46,17 +42,13 @@ class GradientExchange(Protocol):
 
 
 class Patches(ExitStack):
-    """Changes to attributes and hooks of other objects, undone in reverse order by `close()`.
-
-    Attributes:
-        attributes: (object, name, old value) of each attribute that is set; ... stands for no old value.
-        first_hook: number of torch's next hook when the job was built: techniques register that one and later ones.
-    """
+    """Changes to attributes and hooks of other objects, undone in reverse order by `close()`."""
 
     def __init__(self) -> None:
         super().__init__()
+        # (object, name, old value) of each attribute that is set; ... stands for no old value
         self.attributes: list[tuple[object, str, object]] = []
-        self.first_hook: int = RemovableHandle.next_id
+        self.first_hook: int = RemovableHandle.next_id  # of those that techniques register
 
     def set(self, thing: object, name: str, value: object) -> None:
         """Sets an attribute until `close()`."""

@@ -125,28 +125,19 @@ class NewGroup:
 
 
 class Election:
-    """The ranks of a training, seen from one of them, and who of them goes on.
-
-    Attributes:
-        first: the number of ranks at the start.
-        rank, addresses, number: of this rank, of all ranks, and of their group.
-        lost: the ranks of this group that are dead.
-        joining: newcomers that wait for this rank.
-        folder: the run folder; None while ranks may not be lost.
-        store: of the new group, on the rank that led.
-    """
+    """The ranks of a training, seen from one of them, and who of them goes on."""
 
     def __init__(self) -> None:
-        self.rank = self.first = self.number = 0
-        self.addresses: list[Address] = []
-        self.lost: set[int] = set()
+        self.rank = self.first = self.number = 0  # of this rank; how many there were at the start; of their group
+        self.addresses: list[Address] = []  # of all ranks
+        self.lost: set[int] = set()  # the ranks of this group that are dead
         self.token = ""
-        self.folder: Path | None = None
-        self.store: Any = None
+        self.folder: Path | None = None  # of the run; None while ranks may not be lost
+        self.store: Any = None  # of the new group, on the rank that led
         self._facts, self._most = "", 0
         self._own: Address | None = None
         self._waiting: dict[int, socket.socket] = {}  # ranks that asked this one
-        self.joining: list[tuple[socket.socket, Address]] = []
+        self.joining: list[tuple[socket.socket, Address]] = []  # newcomers that wait for this rank
 
     def start(self, comm: Comm, store: Address) -> None:
         """Listens, and tells all other ranks where; collective."""

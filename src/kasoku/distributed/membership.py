@@ -52,17 +52,11 @@ def backend() -> str:
 
 
 class Membership:
-    """The ranks of this training, on one of them.
-
-    Attributes:
-        comm: of all ranks; `regroup` changes it in place.
-        election: who they are.
-        newcomer: this rank was started while the others train, and has not joined them yet.
-    """
+    """The ranks of this training, on one of them. `comm`: of all ranks; `regroup` changes it in place."""
 
     def __init__(self) -> None:
         self.watchdog, self.election = Watchdog(on_fault=self.on_fault), Election()
-        self.newcomer = self._planned = False
+        self.newcomer = self._planned = False  # newcomer: started while the others train, and has not joined them yet
         self._decided, self._deciding = threading.Event(), threading.Lock()
         self._group = NewGroup(0, [], ("", 0), 0)
 

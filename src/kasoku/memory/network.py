@@ -43,11 +43,6 @@ class InspectedNetwork:
         gradients_freed: gradients are freed as they arrive.
         linears: layers whose weights may have no gradient of their own.
 
-    Attributes:
-        units: of all chains, in order.
-        choices: for each run of up to four units, the programs to choose from.
-        outside: bytes outside the units; `plain_outside`: the same if gradients stay until the step.
-
     Raises:
         InputError: if no convolution can be planned, or the network returns no tensor.
     """
@@ -67,7 +62,7 @@ class InspectedNetwork:
             linear.calls = 0
         images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
         log = record_forward(running, images)
-        try:
+        try:  # the units of all chains, in order, and the programs to choose from for each run of up to four
             self.units, self.choices = _units_and_choices(log, images, len(x), how)
         finally:
             log.clear()
@@ -96,7 +91,7 @@ class InspectedNetwork:
                 outside.append(OutsideBytes(own, kept, sent, False, copies + max(gradients, default=0) + sent))
             else:
                 outside.append(OutsideBytes(own, kept, sum(gradients), True, copies + sum(gradients)))
-        self.outside, self.plain_outside = outside
+        self.outside, self.plain_outside = outside  # the latter: if gradients stay until the step
 
     def plain_bytes(self, batch: float) -> float:
         """The peak of plain PyTorch for another batch, in its backward."""

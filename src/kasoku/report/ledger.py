@@ -88,13 +88,7 @@ class _Mark(NamedTuple):
 
 
 class Steps:
-    """The timed steps of one rank. Follows a trace: the trace calls it at each change of state.
-
-    Attributes:
-        loop_s: seconds of whole steps by row; on a GPU by the device's clock.
-        count: the number of finished steps.
-        rows: seconds by row of each of the latest steps, without the first one since `begin`.
-    """
+    """The timed steps of one rank. Follows a trace: the trace calls it at each change of state."""
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
         self.clock, self.device = clock, device
@@ -106,11 +100,11 @@ class Steps:
 
     def begin(self) -> None:
         """Starts to count steps anew."""
-        self.count, self._since = 0, self.clock.now()
+        self.count, self._since = 0, self.clock.now()  # count: of finished steps
         self._host_s: defaultdict[str, float] = defaultdict(float)
-        self.loop_s: defaultdict[str, float] = defaultdict(float)
+        self.loop_s: defaultdict[str, float] = defaultdict(float)  # of whole steps by row; by a GPU's own clock
         self._first: dict[str, float] = {}
-        self.rows: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
+        self.rows: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)  # seconds of each later step
         self._latest: deque[tuple[list[_Mark], list[float]]] = deque(maxlen=_TIMELINE_STEPS)
         self._marks = [_Mark(self._row, self._moment())]
         self._pending: deque[list[_Mark]] = deque()

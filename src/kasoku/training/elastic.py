@@ -182,17 +182,14 @@ def _take_over(folder: Path) -> RunFolder:
 
 
 class Snapshots:
-    """The newest copies of a training's state in host memory, by step.
-
-    Attributes: `members`: the ranks; `goes_on`: whether to go on from a copy; `spent_s`: seconds that copies took,
-        since the start or the last loss; `taken_s`: when the newest was made, by the job's clock.
-    """
+    """The newest copies of a training's state in host memory, by step."""
 
     def __init__(self, members: Any) -> None:
-        self.members, self.goes_on = members, False
+        self.members, self.goes_on = members, False  # the ranks, and whether to go on from a copy
         self._copies: dict[int, dict[str, Any]] = {}
         self._saved: tuple[float, int, str] | None = None
-        self.taken_s = self.spent_s = self._cost_s = self._since_s = 0.0
+        self.taken_s = self._since_s = 0.0  # when the newest was made, and since when, by the job's clock
+        self.spent_s = self._cost_s = 0.0  # that copies took since the start or the last loss, and the newest
         self._first = self._due = 0  # steps
         self._checkpointing: Checkpointing | None = None
         self._source: AsyncSource | SyncSource | None = None

@@ -72,11 +72,7 @@ class Progress:
 
 
 class RunState:
-    """What the parts of a running training share. `run`: the run folder, locked; None on all ranks but 0.
-
-    Attributes: `position`: the loader's, after the last whole step; `last_checkpoint`: for messages; `target_reached`:
-        so that the training ends.
-    """
+    """What the parts of a running training share. `run`: the run folder, locked; None on all ranks but 0."""
 
     def __init__(self, training: Training, run: RunFolder | None) -> None:
         self.training, self.run = training, run
@@ -85,8 +81,8 @@ class RunState:
         self.activity.hang_timeout_s = self.recipe.device.hang_timeout_s
         self.activity.stacks_file = run.path / "hang.txt" if run else None
         self.progress = Progress()
-        self.last_checkpoint = NO_CHECKPOINT
-        self.target_reached = False
+        self.last_checkpoint = NO_CHECKPOINT  # for messages
+        self.target_reached = False  # so that the training ends
         self.mark_position()
 
     @property

@@ -133,11 +133,7 @@ def _ranks_of_node(comm: Comm, size: int, beside: str) -> Comm:
 
 
 class Exchange:
-    """The exchanges of one job.
-
-    Attributes: `staleness`: the number of all ranks' updates by staleness, up to the last sync point; `step`: steps
-        since then; `batches_dealt`: batches that were dealt before it.
-    """
+    """The exchanges of one job."""
 
     def __init__(self, job: Job, settings: Asynchronous) -> None:
         self.job, self.settings = job, settings
@@ -152,8 +148,9 @@ class Exchange:
         self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm)
         self.weights = self._divide(leaders, units)
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
-        self.staleness: Counter[int] = Counter()
-        self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
+        self.staleness: Counter[int] = Counter()  # all ranks' updates by staleness, up to the last sync point
+        self.batches_dealt = 0  # before it
+        self.step = self._shares = 0  # of this rank since then; shares of the data: that it asked for
         self._started = self._entered = False
         job.before_step(self.weights.remove_predictions)  # weight decay must act on the weights alone
         job.after_step(self._after_step)

@@ -40,15 +40,11 @@ def answered(result: Any) -> Reply:
 
 
 class Messages:
-    """One rank's messages to the others.
-
-    Attributes: `small`: a channel for short messages, which do not wait for long ones. `changed`: to be notified when
-        something happens that `wait_until` waits for.
-    """
+    """One rank's messages to the others."""
 
     def __init__(self, comm: Comm) -> None:
-        self.small = comm.channel(patient=True)
-        self.changed = threading.Condition(threading.RLock())
+        self.small = comm.channel(patient=True)  # for short messages, which do not wait for long ones
+        self.changed = threading.Condition(threading.RLock())  # to be notified of what `wait_until` waits for
         self._failure: BaseException | None = None
         self._unfinished: set[Reply] = set()
         self._lines: dict[tuple[int, Comm], tuple[queue.SimpleQueue[Any], threading.Thread]] = {}

@@ -91,28 +91,21 @@ class WorkerGroup:
         codec: of messages.
         blocking: the parameters do not change during an exchange, and equal the weights read after it.
         ahead: of the prediction that the parameters hold between exchanges, so `blocking` is False; 0: none.
-
-    Attributes:
-        base: the last known weights, with this worker's own updates.
-        request, reply: buffers of messages.
-        residual: the rounding error of the last update, which is sent with the next one.
-        slots: for each owner, the slice of its piece in `request` and `reply`.
-        version_used, version_read: for each owner, the version of the weights that the next update is computed on, and
-            of those that were read last.
-        sent_at: the worker's step at the last request.
     """
 
     def __init__(
         self, params: Sequence[Tensor], owners: Sequence[int], codec: Codec, *, blocking: bool, ahead: float = 0.0
     ) -> None:
         self.params, self.owners, self._blocking, self.codec = params, owners, blocking, codec
+        # base: the last known weights, with this worker's own updates
         self.current, self.base = FlatViews(params), FlatViews(params)
         self.prediction = Prediction(params, ahead)
         n = len(self.base.flat)
-        self.residual = torch.zeros(0 if codec.exact else n)
+        self.residual = torch.zeros(0 if codec.exact else n)  # the last update's rounding error, sent with the next one
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         pieces = zip(owners, cuts, cuts[1:], strict=False)
         self.pieces = {owner: slice(start, stop) for owner, start, stop in pieces if start < stop}
+        # buffers of messages, and for each owner the slice of its piece in them
         if codec.exact:
             self._request, self._reply = (FlatViews(params) for _ in range(2))
             self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
@@ -129,9 +122,11 @@ class WorkerGroup:
         self.base.flat.copy_(self.current.load())
         self.prediction.reset()
         self.residual.zero_()
-        self.sent_at = 0
-        self.version_used = dict.fromkeys(self.pieces, 0)
-        self.version_read = dict(self.version_used)
+        self.sent_at = 0  # the worker's step at the last request
+        self.version_used = dict.fromkeys(
+            self.pieces, 0
+        )  # by owner: of the weights that the next update is computed on
+        self.version_read = dict(self.version_used)  # of those that were read last
 
     def due(self, step: int, most: int) -> bool:
         """Whether to exchange at this step: the last exchange has finished, or began `most` steps ago."""

@@ -15,14 +15,7 @@ from kasoku.distributed.ddp.layer_index import LayerIndex
 
 
 class Bucket:
-    """A flat buffer of gradients, and the collectives that average it.
-
-    Attributes:
-        flat: the buffer; without elements while it is freed.
-        views: of each parameter, the part of the buffer for its gradient, in the parameter's own shape and strides.
-        versions: of the gradients in the bucket, when they were copied there; None for one that was used since, or of
-            which a layer holds the factors.
-    """
+    """A flat buffer of gradients, and the collectives that average it."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         for name, p in named:
@@ -30,8 +23,9 @@ class Bucket:
                 strides = f"strides {p.stride()} for shape {tuple(p.shape)}"
                 raise InputError(f"Overlap: {name} has {strides}: dense ones only")
         self.size = sum(p.numel() for _, p in named)
-        self.flat = named[0][1].detach().new_empty(0)
-        self.views: dict[Tensor, Tensor] = {p: self.flat for _, p in named}
+        self.flat = named[0][1].detach().new_empty(0)  # without elements while the buffer is freed
+        self.views: dict[Tensor, Tensor] = {p: self.flat for _, p in named}  # in its parameter's own shape and strides
+        # of its gradients, when they were copied there; None: one was used since, or a layer holds its factors
         self.versions: dict[Tensor, int | None] = {}
         self.unsent = self.size  # elements of this step, where buckets are freed
         self.works: list[Work] = []

@@ -13,25 +13,22 @@ class LayerIndex:
     """The layers of a model that have parameters of their own; a module compiled as a whole counts as one layer.
 
     `whole`: so does the model, since a captured graph runs the forward of no layer.
-
-    Attributes: `modules`: (name, module) of each layer; the model itself stands for parameters outside of any layer.
-        `named`: (name, parameter) of the parameters that require a gradient, in order of definition. `users`: the
-        layers that use a parameter. `order`: the layers in the order of their forwards, as far as it is known.
     """
 
     def __init__(self, model: nn.Module, *, whole: bool = False) -> None:
+        # the parameters that require a gradient, in order of definition
         self.named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         if not self.named:
             raise InputError(f"{type(model).__name__} has no parameter that requires a gradient: unfreeze some")
         self._blocks = [block for _, block in blocks(model)]  # a layer is a block or lies within one
         layers = list(_layers("", model, set(), whole=whole))
-        self.modules = [(name, module) for name, module, _ in layers]
-        self.users: dict[Tensor, list[int]] = {p: [] for _, p in self.named}
+        self.modules = [(name, module) for name, module, _ in layers]  # the model: parameters outside of any layer
+        self.users: dict[Tensor, list[int]] = {p: [] for _, p in self.named}  # the layers that use it
         for i, (_, _, params) in enumerate(layers):
             for p in params:
                 if p in self.users:
                     self.users[p].append(i)
-        self.order: Sequence[int] = range(len(layers))
+        self.order: Sequence[int] = range(len(layers))  # of their forwards, as far as it is known
 
     @property
     def tensors(self) -> list[Sized]:
