@@ -13,14 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kasoku.commands.arguments import (
-    PORT,
-    KubernetesArguments,
-    LaunchArguments,
-    LocalArguments,
-    SkypilotArguments,
-    SlurmArguments,
-)
+from kasoku.commands import arguments as options
 from kasoku.config import trust
 from kasoku.config.ranks import check_share, ranks_of_member
 from kasoku.config.recipe import Recipe, check_data
@@ -31,7 +24,7 @@ from kasoku.distributed.environment import Place
 from kasoku.distributed.local_launch import spawn, train_arguments
 
 
-def run_local(arguments: LocalArguments) -> int:
+def run_local(arguments: options.LocalArguments) -> int:
     """Starts the ranks of this machine; returns the exit code of the first that fails, or 0."""
     recipe = arguments.load()
     gpus = torch.cuda.device_count() if recipe.device.kind in ("auto", "cuda") else 0
@@ -50,7 +43,7 @@ def run_local(arguments: LocalArguments) -> int:
     master = arguments.master or os.environ.get("MASTER_ADDR")
     if arguments.nodes > 1 and not master:
         raise InputError(f"--nodes {arguments.nodes} without --master: the host of node 0 is wanted by all nodes")
-    port = _from(arguments.port, "MASTER_PORT", PORT if arguments.nodes > 1 else 0)
+    port = _from(arguments.port, "MASTER_PORT", options.PORT if arguments.nodes > 1 else 0)
     _check_port(port, 0 if arguments.nodes == 1 else 1)
     places = [Place(node * each + i, arguments.nodes * each, i, each) for i in range(each)]
     flags = [f"--{name}" for name in ("quiet", "traceback") if getattr(arguments, name)]
@@ -59,7 +52,7 @@ def run_local(arguments: LocalArguments) -> int:
     return spawn(command, places, address=master or "127.0.0.1", port=port, started=arguments.started)
 
 
-def run_slurm(arguments: SlurmArguments) -> int:
+def run_slurm(arguments: options.SlurmArguments) -> int:
     """Prints an sbatch script; returns the exit code."""
     job = _cluster_job(arguments, 63)
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
@@ -68,7 +61,9 @@ def run_slurm(arguments: SlurmArguments) -> int:
     return 0
 
 
-def run_kubernetes(arguments: KubernetesArguments, build: Callable[..., str] = manifest, pod: str = "-{}") -> int:
+def run_kubernetes(
+    arguments: options.KubernetesArguments, build: Callable[..., str] = manifest, pod: str = "-{}"
+) -> int:
     """Prints a manifest, or what `build` makes of the job; returns the exit code. `pod`: its name, after the job's."""
     job = _cluster_job(arguments, 63 - len(pod.format(arguments.nodes - 1)))
     if not re.fullmatch(r"[\w][\w./:@-]*", arguments.image, re.ASCII):
@@ -87,24 +82,24 @@ def run_kubernetes(arguments: KubernetesArguments, build: Callable[..., str] = m
     return 0
 
 
-def run_kubeflow(arguments: KubernetesArguments) -> int:
+def run_kubeflow(arguments: options.KubernetesArguments) -> int:
     """Prints a manifest for Kubeflow Trainer; returns the exit code."""
     return run_kubernetes(arguments, partial(manifest, kubeflow=True), "-node-0-{}-abcde")
 
 
-def run_skypilot(arguments: SkypilotArguments) -> int:
+def run_skypilot(arguments: options.SkypilotArguments) -> int:
     """Prints a SkyPilot task; returns the exit code."""
     if not re.fullmatch(r"[\w-]+", arguments.accelerator, re.ASCII):
         raise InputError(f'--accelerator "{arguments.accelerator}": the name of a GPU is wanted, such as H100 or L4')
     return run_kubernetes(arguments, partial(sky_task, accelerator=arguments.accelerator))
 
 
-def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: int) -> LaunchSpec:
+def _cluster_job(arguments: options.SlurmArguments | options.KubernetesArguments, longest_name: int) -> LaunchSpec:
     """The job. Raises InputError for a name or a port that clusters do not take."""
     recipe = arguments.load()
     check_data(recipe)  # a job that waits for hours in a queue must not end at once
     each = _shape(arguments, recipe, 8)
-    _check_port(PORT if arguments.port is None else arguments.port, 1)
+    _check_port(options.PORT if arguments.port is None else arguments.port, 1)
     from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")
     name = arguments.name if arguments.name is not None else from_recipe
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest_name:
@@ -125,10 +120,10 @@ def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: 
     )
 
 
-def _shape(arguments: LaunchArguments, recipe: Recipe, default: int) -> int:
+def _shape(arguments: options.LaunchArguments, recipe: Recipe, default: int) -> int:
     """Ranks a node. Raises InputError for a number of ranks that cannot train the recipe."""
     each = default if arguments.gpus_per_node is None else arguments.gpus_per_node
-    cpus = arguments.cpus_per_gpu if isinstance(arguments, SlurmArguments) else 1
+    cpus = arguments.cpus_per_gpu if isinstance(arguments, options.SlurmArguments) else 1
     for name, number in (("--nodes", arguments.nodes), ("--gpus-per-node", each), ("--cpus-per-gpu", cpus)):
         if number < 1:
             raise InputError(f"{name} {number}: at least 1 is wanted")
@@ -141,7 +136,7 @@ def _shape(arguments: LaunchArguments, recipe: Recipe, default: int) -> int:
     return each
 
 
-def _extra(arguments: LaunchArguments) -> list[str]:
+def _extra(arguments: options.LaunchArguments) -> list[str]:
     """Further options of `kasoku train`."""
     members = ["--members", str(arguments.members)] if arguments.members else []
     return [*members, *(word for each in arguments.vary for word in ("--vary", each)), *trust.allow_options()]

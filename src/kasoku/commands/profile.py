@@ -30,7 +30,7 @@ from kasoku.report.bottleneck import StepFacts, find_bottlenecks
 from kasoku.report.profile_tables import ms, profile_tables
 from kasoku.report.profiler import Profiler, StepProfile
 from kasoku.report.script_timer import script_documents
-from kasoku.training.run_folder import output_folder, unused_folder
+from kasoku.training.run_folder import output_folder
 from kasoku.training.trainer import build
 
 _PLUGIN = {  # of torch, which calls the function as the last act of its import, and fails if that fails
@@ -95,11 +95,11 @@ def _recipe(arguments: ProfileArguments, ranks: int) -> Recipe:
 def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     recipe = run_on_all_ranks(comm, lambda: _recipe(arguments, comm.size))
     check_same(recipe, comm)
-    run_on_all_ranks(comm, lambda: unused_folder(arguments.out, arguments.recipe, "profile"))  # refused before minutes
+    create = partial(output_folder, arguments.out, arguments.recipe, "profile")
+    run_on_all_ranks(comm, lambda: create(create=False))  # refused before minutes
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, start=start))
     if comm.rank == 0:
         print(training.device_setup.summary, flush=True)
-    create = partial(output_folder, arguments.out, arguments.recipe, "profile")
     folder = run_on_all_ranks(comm, lambda: create() if comm.rank == 0 else Path())
     job, device_setup = training.job, training.device_setup
     profiler = Profiler(job, device_setup.dtype)

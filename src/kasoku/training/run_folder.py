@@ -175,24 +175,22 @@ def upload(comm: Comm, folder: Path, address: str) -> None:
         run_on_all_ranks(comm, lambda: send_all() if address and comm.rank == 0 else None)
 
 
-def unused_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
-    """A folder for a command's output, which need not exist: `out`, or a free one named after the recipe and `word`.
+def output_folder(
+    out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = (), create: bool = True
+) -> Path:
+    """A folder for a command's output: `out`, or a free one named after the recipe and `word`; created, if wanted.
 
-    Raises InputError if it holds a run, or if one of the files to be `written` is the recipe itself.
+    Raises InputError if it holds a run, if one of the files to be `written` is the recipe itself, and if it cannot be
+    created.
     """
     path = out or free_folder(f"{recipe.stem}-{word}")
     if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):
         raise InputError(f"{path}: holds a run, which would be lost: give another --out")
     if any((path / name).resolve() == recipe.resolve() for name in written):
         raise InputError(f"{path}: {recipe} lies there and would be written over: give another --out")
-    return path
-
-
-def output_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
-    """Creates `unused_folder`. Raises InputError if it cannot be created, too."""
-    path = unused_folder(out, recipe, word, written=written)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror}: a folder is wanted") from error
     return path

@@ -42,17 +42,15 @@ class Rows:
     """One split as rows of a table, read by any number of threads at once; labels_N int64.
 
     cell: the image file in a row of a group; also begins to read the group that is its third argument, unless None.
-    names_G: of the groups of rows that are read together. starts_G: their first rows. row_N: the rows of this split.
-    window: how many groups the order of an epoch mixes. next_group: the group to read ahead once a group is read.
     """
 
     cell: Callable[[int, int, int | None], Any]
-    names_G: Sequence[str]  # noqa: N815
-    starts_G: Sequence[int]  # noqa: N815
-    row_N: np.ndarray  # noqa: N815
+    names_G: Sequence[str]  # noqa: N815 - of the groups of rows that are read together
+    starts_G: Sequence[int]  # noqa: N815 - their first rows
+    row_N: np.ndarray  # noqa: N815 - the rows of this split
     labels_N: torch.Tensor  # noqa: N815
-    window: int = 1
-    next_group: dict[int, int] = field(default_factory=dict, init=False)
+    window: int = 1  # how many groups the order of an epoch mixes
+    next_group: dict[int, int] = field(default_factory=dict, init=False)  # to read ahead once a group is read
 
     def __len__(self) -> int:
         return len(self.labels_N)

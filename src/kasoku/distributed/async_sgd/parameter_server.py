@@ -138,21 +138,18 @@ class SyncResult(NamedTuple):
 
 @dataclass(eq=False)
 class SharedWeights:
-    """One division of the weights among the workers; `groups` are this rank's copies.
+    """One division of the weights among the workers. `server`: of the shards that this rank owns.
 
-    `leaders`: the worker of each rank: the first one of its node. `node`: the ranks of this one's node.
-    They have equal weights, groups and predictions: each computes the update, the worker alone sends it, and all read
-    its replies. `max_staleness`: how many steps a worker may be ahead of the slowest one; None: any number.
-    `shares`: in how many parts the workers take a batch, and the divisor of their updates. `server`: of the shards that
-    this rank owns.
+    The ranks of a node have equal weights, groups and predictions: each computes the update, the worker alone sends it,
+    and all read its replies.
     """
 
-    groups: Sequence[WorkerGroup]
-    leaders: Sequence[int]
+    groups: Sequence[WorkerGroup]  # this rank's copies
+    leaders: Sequence[int]  # the worker of each rank: the first one of its node
     rank: int
-    node: Comm
-    max_staleness: int | None
-    shares: int
+    node: Comm  # the ranks of this one's node
+    max_staleness: int | None  # how many steps a worker may be ahead of the slowest one; None: any number
+    shares: int  # in how many parts the workers take a batch, and the divisor of their updates
 
     def __post_init__(self) -> None:
         self.workers = sorted({*self.leaders})
