@@ -193,9 +193,7 @@ class KubernetesArguments(LaunchArguments):
     """The arguments of `kasoku launch kubernetes`."""
 
     name: str | None = option(help="of the job (default: the recipe's)")
-    image: str = option(
-        default="kasoku:latest", help="a container image, built from kasoku's Containerfile (default: %(default)s)"
-    )
+    image: str = option(default="kasoku:latest", help="built from kasoku's Containerfile (default: %(default)s)")
     mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
     port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 
@@ -297,8 +295,7 @@ class ReportArguments(CommandArguments):
     out: Path | None = option(metavar="FILE", help="(default: report.html; of one run or ensemble, in its folder)")
     compare: bool = option(default=False, help="refuse runs that are not of two groups")
     description: ClassVar[str] = (
-        "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any order, by "
-        "recipe."
+        "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all in any order, by recipe."
     )
 
 
@@ -315,9 +312,7 @@ class PredictArguments(AllowArguments, JsonArguments):
     trained: Path = argument(metavar="RUN")
     images: tuple[Path, ...] = argument(nargs="+", metavar="IMAGE|DIR")
     out: Path | None = option(metavar="FILE", help="where to (default: standard output)")
-    numbers: Path | None = option(
-        metavar="FILE", help="write an ILSVRC submission; FILE has a line CLASS NUMBER for each class"
-    )
+    numbers: Path | None = option(metavar="FILE", help="write an ILSVRC submission; lines of FILE are CLASS NUMBER")
     description: ClassVar[str] = (
         "RUN is a run folder, or that of an ensemble: the mean of its members' probabilities. Columns: image, class_1, "
         "probability_1, ..., class_5, probability_5, error (why the image cannot be read). With --numbers instead, as "
@@ -362,9 +357,7 @@ class PackArguments(CommandArguments):
 class InitArguments(CommandArguments):
     """The arguments of `kasoku init`."""
 
-    source: Path = argument(
-        metavar="DIR|NAME", help="photos, as kasoku train --data takes them; or a recipe, as kasoku list names them"
-    )
+    source: Path = argument(metavar="DIR|NAME", help="photos, as train --data takes them, or a recipe of kasoku list")
     out: Path | None = option(metavar="FILE", help="the recipe to write (default: NAME.toml in the current folder)")
 
 

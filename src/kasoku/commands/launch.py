@@ -94,7 +94,7 @@ def run_skypilot(arguments: options.SkypilotArguments) -> int:
     return run_kubernetes(arguments, partial(sky_task, accelerator=arguments.accelerator))
 
 
-def _cluster_job(arguments: options.SlurmArguments | options.KubernetesArguments, longest_name: int) -> LaunchSpec:
+def _cluster_job(arguments: options.SlurmArguments | options.KubernetesArguments, most: int) -> LaunchSpec:
     """The job. Raises InputError for a name or a port that clusters do not take."""
     recipe = arguments.load()
     check_data(recipe)  # a job that waits for hours in a queue must not end at once
@@ -102,10 +102,8 @@ def _cluster_job(arguments: options.SlurmArguments | options.KubernetesArguments
     _check_port(options.PORT if arguments.port is None else arguments.port, 1)
     from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")
     name = arguments.name if arguments.name is not None else from_recipe
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest_name:
-        wanted = (
-            f'lowercase letters, digits and "-", from a letter to a letter or digit, at most {longest_name} characters'
-        )
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > most:
+        wanted = f'lowercase letters, digits and "-", from a letter to a letter or digit, at most {most} characters'
         raise InputError(f'--name "{name}": {wanted} (RFC 1123); give such a name')
     return LaunchSpec(
         name=name,

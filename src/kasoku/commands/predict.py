@@ -34,9 +34,8 @@ def run(arguments: PredictArguments) -> int:
             errors += [error] if error else []
             if arguments.json:
                 found = [{"class": name, "probability": share} for name, share in likeliest]
-                arguments.document.setdefault("images", []).append(
-                    {"image": str(file), "classes": found, "error": error}
-                )
+                image = {"image": str(file), "classes": found, "error": error}
+                arguments.document.setdefault("images", []).append(image)
             if numbers is not None:
                 print(*([numbers[name] for name, _ in likeliest] or ["0"] * top), file=lines)
                 continue

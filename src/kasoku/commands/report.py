@@ -25,8 +25,7 @@ def run(arguments: ReportArguments) -> int:
     after = len(words) - words.index("--") - 1 if "--" in words else 0  # the number of runs behind it
     expanded = [members_of(path) or [path] for path in arguments.runs]
     ensembles = {str(path): read_table(path / ENSEMBLE, []) for path in arguments.runs if members_of(path)}
-    paths = [path for members in expanded for path in members]
-    runs = read(paths)
+    runs = read([path for members in expanded for path in members])
     split = sum(map(len, expanded[:-after])) if after else 0
     groups = [(_label(part[0]), part) for part in (runs[:split], runs[split:])] if split else by_recipe(runs)
     if arguments.compare and len(groups) < 2:

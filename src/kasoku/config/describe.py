@@ -21,15 +21,9 @@ from kasoku.config.shipped import RECIPES
 from kasoku.core.errors import InputError, nearest
 
 TABLES: dict[str, Callable[..., Any]] = {
-    "recipe": Recipe,
-    "evaluate": Evaluate,
-    "save": Save,
-    "tune": Tune,
-    "faults": Faults,
-    "device": device.Device,
-    "kasoku.optim.SGDSettings": optim.SGDSettings,
-    "kasoku.optim.Trust": optim.Trust,
+    each.__name__.lower(): each for each in (Recipe, Evaluate, Save, Tune, Faults, device.Device)
 }
+TABLES |= {f"kasoku.optim.{each.__name__}": each for each in (optim.SGDSettings, optim.Trust)}
 _SECTIONS = {  # title: what a function returns, or a class is a subclass of; the packages that have them
     "models": (nn.Module, (models,)),
     "data sources": (data.Dataset, (data,)),

@@ -40,8 +40,7 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     optimizer: dict[str, Any] = {"use": "kasoku.optim.sgd", "nesterov": True}
     if weights is not None:
         size, network, epochs = min(224, max(64, side // 32 * 32)), _network_of(weights), _FINE_TUNE_UPDATES / steps
-        start = {"use": "kasoku.models.Pretrained", "weights": str(weights.resolve()), "freeze": freeze}
-        techniques = [start, augment]
+        techniques = [{"use": "kasoku.models.Pretrained", "weights": str(weights.resolve()), "freeze": freeze}, augment]
         optimizer |= {"lr": 0.01 * batch / 64, "weight_decay": 1e-4}
     else:
         size = min(128, max(32, side // 32 * 32))

@@ -78,8 +78,7 @@ class Faults(Checked):
     """The recipe's [faults] table: what happens when ranks are lost.
 
     Args:
-        elastic: the ranks that are left go on in place, from a copy of the state in memory. False: all end, with exit
-            code 4.
+        elastic: the ranks that are left go on in place, from a copy of the state in memory. False: all end with code 4.
         dead_s: seconds without a heartbeat, at least 3, after which a rank is dead.
     """
 

@@ -177,8 +177,7 @@ def digest(file: Path) -> str:
 def checked_file(folder: Path, name: str) -> Path:
     """A file of a run. Raises InputError if its bytes are not those that the training wrote, or if they are gone.
 
-    A file that is not in the manifest may be missing, and so may one that was written for the first time when the
-    process was killed.
+    A file that is not in the manifest may be missing, and so may one that a killed process wrote for the first time.
     """
     file = folder / name
     known = digests_in(folder).get(name)

@@ -2,8 +2,7 @@
 
 Note: a pod that is killed is replaced, and joins the others, which go on (membership.py). Where they cannot, their
 ranks end (exit code 4), so all are replaced, and read the last checkpoint, until 6 a node have failed. Not counted:
-pods that were evicted, or that saved at a SIGTERM (75). Not replaced: those of a training that diverged (3), as it
-would again.
+pods that were evicted, or that saved at a SIGTERM (75). Not replaced: those of a training that diverged (3).
 """
 
 import json
@@ -39,15 +38,13 @@ class LaunchSpec:
 
 def sbatch(spec: LaunchSpec, *, time: str, cpus_per_gpu: int) -> str:
     """A Slurm script: srun starts the ranks of each node. The arguments are the options of Slurm."""
-    quoted = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True, extra=spec.extra))
+    words = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True, extra=spec.extra))
     if spec.out is None:  # one folder a job, also after a requeue
-        quoted += f' --out "runs/{spec.name}-$SLURM_JOB_ID"'
+        words += f' --out "runs/{spec.name}-$SLURM_JOB_ID"'
     more = f"#SBATCH --cpus-per-task={cpus_per_gpu}\n"
     more += f"#SBATCH --gpus-per-node={spec.each}\n" if spec.on_gpus else ""
     port = spec.port or "$((20000 + SLURM_JOB_ID % 10000))"
-    return _template("job.sbatch").format(
-        spec=spec, time=time, port=port, more=more, grace_s=_GRACE_S, arguments=quoted
-    )
+    return _template("job.sbatch").format(spec=spec, time=time, port=port, more=more, grace_s=_GRACE_S, arguments=words)
 
 
 def manifest(spec: LaunchSpec, *, image: str, mount: Sequence[str] = (), kubeflow: bool = False) -> str:

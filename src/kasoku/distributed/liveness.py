@@ -12,8 +12,7 @@ message between two ranks whose connection breaks is a death at once. Time-outs 
 be long.
 
 Note: the rank that is named. If one rank dies, the collectives of all ranks fail in turn, and the store ends with rank
-0's process. So a collective that failed waits for the verdict, and rank 0 ends last, when all living ranks have read
-it.
+0's process. So a collective that failed waits for the verdict, and rank 0 ends last, once all living ranks read it.
 """
 
 import json
@@ -148,8 +147,7 @@ class Watchdog:
 class StoreHeartbeat:
     """One rank's heartbeat in a store, and its watch over the other ranks; constructing it is collective.
 
-    `store`: a `torch.distributed.TCPStore` that all ranks share, or its set, multi_get and compare_set; `address`: its
-    own, for messages.
+    `store`: a `torch.distributed.TCPStore` of all ranks, or its set, multi_get, compare_set; `address`: for messages.
     """
 
     def __init__(self, settings: Watchdog, activity: Activity, comm: Comm, store: Any, address: str) -> None:
@@ -159,8 +157,7 @@ class StoreHeartbeat:
         self.keys = [f"{name}/{rank}" for rank in range(comm.size)]
         self.verdict, self.failure = f"{name}/verdict", f"{name}/failure"
         patience = round(settings.dead_s / settings.beat_s)
-        watched = range(1, comm.size) if self.rank == 0 else [0]
-        self.detector = Detector(watched, patience)
+        self.detector = Detector(range(1, comm.size) if self.rank == 0 else [0], patience)
         self._last_busy = self.clock.now()  # until then a rank was starting or busy, so the others had to wait
         self.written = self.answers = 0  # heartbeats, and requests that the store has answered
         self.failed = ""

@@ -266,8 +266,7 @@ def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:
     with suppress(RuntimeError):  # already registered
         register_rendezvous_handler(_SCHEME, _attempt)  # type: ignore[no-untyped-call]
     try:
-        url = f"{_SCHEME}://"
-        dist.init_process_group(backend, url, timeout=TIMEOUT, rank=here.rank, world_size=here.size)
+        dist.init_process_group(backend, f"{_SCHEME}://", timeout=TIMEOUT, rank=here.rank, world_size=here.size)
     except (RuntimeError, ValueError) as error:
         line = f"rank {here.rank} of {here.size} does not find the other ranks at {':'.join(map(str, address))}"
         advice = "check MASTER_ADDR and MASTER_PORT, and that all ranks were started"

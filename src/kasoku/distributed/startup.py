@@ -5,8 +5,7 @@ disk wait. Each task has a thread and starts when its predecessors have ended. C
 results they need. Threads share the interpreter, so overlap saves waiting time, not computing time.
 
 Note: errors. A task whose predecessors succeeded always runs, even if another task failed, so that its collectives
-meet those of the other ranks. After `wait`, the first error is raised in the order in which the tasks were added, not
-by time.
+meet those of the other ranks. After `wait`, the first error is raised in the order of the tasks, not of time.
 """
 
 import os

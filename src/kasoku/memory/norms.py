@@ -93,8 +93,7 @@ def gradients(
         part_dx, new = _gradients(node, dy[part], x[part], statistics, inplace=inplace)
         if not inplace:
             dx[part].copy_(part_dx)
-        pairs = zip(of_weights, new, strict=True)
-        of_weights = [b if a is None or b is None else a.add_(b) for a, b in pairs]
+        of_weights = [b if a is None or b is None else a.add_(b) for a, b in zip(of_weights, new, strict=True)]
         end = part.start
     return dx, of_weights
 

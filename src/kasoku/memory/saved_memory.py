@@ -37,9 +37,8 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
             may take a little more than predicted. Not included: the interpreter, and other techniques' copies (EMA's
             averages).
         lossless: only remedies that change no bit of any gradient.
-        in_backward: update each parameter as its gradient arrives, or its mean over ranks (Overlap), and free it. If a
-            technique needs all gradients at once (Clip, LossScale), or AllReduce averages them, they are kept; a line
-            says so.
+        in_backward: update each parameter as its gradient arrives, or its mean over ranks (Overlap), and free it. All
+            are kept if a technique needs them at once (Clip, LossScale), or AllReduce averages them; a line says so.
         show: print the plan.
 
     Saves: memory: the values kept for backward, to half or less, and the gradients.

@@ -15,8 +15,7 @@ class Rate(Technique, in_sandbox=False):
 
     If a group has `decoupled=True` (LARS), the schedule also multiplies its weight decay. `scale` does not, since such
     a decay is not multiplied by the learning rate. If a group has `until` (in epochs), its rate falls linearly to 0 at
-    that epoch, and the schedule does not apply. From then on its parameters are frozen, so backward skips the gradients
-    that only they need.
+    that epoch, without the schedule. From then on its parameters are frozen: backward skips gradients for them alone.
     The rates of a step are set at the end of the step before (the first ones at once), as torch's schedulers do. So all
     techniques see the same rates, even if they update parts of the model early or late. Rates depend only on progress.
 

@@ -3,8 +3,7 @@
 from kasoku.report.bottleneck import StepBottleneck, StepFacts, facts_of
 from kasoku.report.environment import environment
 from kasoku.report.ledger import Ledger, Timed
-from kasoku.report.loggers import Log
-from kasoku.report.progress_bar import Bar, print_table
+from kasoku.report.loggers import Bar, Log, print_table
 from kasoku.report.script_timer import watch
 
 __all__ = [

@@ -13,7 +13,7 @@ from kasoku.config.updates import Moment, data_info, moments, updates, updates_i
 from kasoku.core import say
 from kasoku.data import Dataset, Facts, Files
 from kasoku.distributed.batchnorm.virtual_ranks import momentum
-from kasoku.report.progress_bar import print_table
+from kasoku.report.loggers import print_table
 
 _NAMES = 5  # of classes that are shown
 

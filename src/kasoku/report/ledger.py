@@ -199,8 +199,7 @@ class Ledger:
 
     `started`: when the process started, on the trace's clock. `setup`: seconds of each task before the loop; the rest
     until now is the row "run folder"; None: all of that time is "other". `beside`: of start-up tasks that overlapped
-    others, which no row counts; `document` adds those of the trace. `earlier`: the rows of the earlier parts of a
-    resumed training.
+    others, which no row counts; `document` adds those of the trace. `earlier`: the rows before it was resumed.
     """
 
     def __init__(
@@ -295,8 +294,7 @@ def documents_of(ranks: Sequence[Document], facts: StepFacts) -> tuple[Document,
     transfer_s = statistics.fmean(map(min, together)) if together else None
     last = Counter(step.index(min(step)) for step in together)  # the rank that the others waited for
     last_in = [last[rank] / len(together) for rank in range(len(ranks))] if together else []
-    means = [rank["mean_s"] for rank in ranks]
-    causes = find_bottlenecks(means, facts, transfer_s=transfer_s, last_in=last_in)
+    causes = find_bottlenecks([rank["mean_s"] for rank in ranks], facts, transfer_s=transfer_s, last_in=last_in)
     ledger = {
         "wall_s": round(sum(rows.values()), 3),
         "rows": rows,

@@ -65,8 +65,7 @@ def train(
     """Trains all members; returns the signal that stopped one of them, if any. Collective; drains.
 
     The members are divided among the ranks, which all see the run folders in `paths`. `started`: when the process
-    started, in seconds of the comm's clock. `own_modules`: the folders of the user's modules; None resumes the runs
-    that are not finished.
+    started, in seconds of the comm's clock. `own_modules`: folders of the user's modules; None resumes unfinished runs.
 
     Raises:
         InputError: if a member cannot be trained; after the start, once the members of the other ranks have ended.
@@ -122,8 +121,7 @@ def evaluate(paths: Sequence[Path], comm: Comm, *, quiet: bool = False) -> None:
     if comm.rank == 0 and not quiet:
         trained_run.print_scores(scores)
     document = json.dumps({**asdict(scores[-1][1]), "members": len(paths)}, indent=1) + "\n"
-    file = paths[0].parent / ENSEMBLE
-    run_on_all_ranks(comm, lambda: write_text(file, document) if comm.rank == 0 else None)
+    run_on_all_ranks(comm, lambda: write_text(paths[0].parent / ENSEMBLE, document) if comm.rank == 0 else None)
 
 
 def _describe(members: Members, own_modules: Sequence[str] | None) -> None:

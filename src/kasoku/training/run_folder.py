@@ -180,8 +180,7 @@ def output_folder(
 ) -> Path:
     """A folder for a command's output: `out`, or a free one named after the recipe and `word`; created, if wanted.
 
-    Raises InputError if it holds a run, if one of the files to be `written` is the recipe itself, and if it cannot be
-    created.
+    Raises InputError if it holds a run, if a file to be `written` is the recipe itself, and if it cannot be created.
     """
     path = out or free_folder(f"{recipe.stem}-{word}")
     if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):

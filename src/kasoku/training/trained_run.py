@@ -128,8 +128,7 @@ def classify(members: Sequence[Trained], files: Sequence[Path], top: int) -> Ite
     """
     first = members[0]
     size, count = first.image_size, len(files)
-    labels_N = torch.zeros(count, dtype=torch.int64)
-    images = _Unlabelled(tuple(map(str, files)), labels_N, side=stored_side(min(size)))
+    images = _Unlabelled(tuple(map(str, files)), torch.zeros(count, dtype=torch.int64), side=stored_side(min(size)))
     facts = (first.channels, size, first.mean, first.std)
     dataset = Dataset("images", first.classes, images, images, *facts, max_bad_fraction=1.0)
     batch, start = first.recipe.evaluate.batch or first.recipe.images_at_once(1), 0

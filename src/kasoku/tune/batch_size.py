@@ -3,8 +3,7 @@
 Note: ranks. Each rank measures a size alone, in its own sandbox, with its own share of the batch, so that no step waits
 for another rank. Before and after each size all ranks agree on the elapsed time, on whether the size will fit, on
 whether it did, and on the slowest rank's time, which is the time of a common step. The exchange of gradients is
-measured once, separately, and added. So a rank that runs out of memory delays no other rank, and all ranks choose
-the same size.
+measured once, separately, and added. So a rank that runs out of memory delays no other, and all choose the same size.
 """
 
 import gc

@@ -172,9 +172,7 @@ class _TrialProcess:
     pruned: bool = False
 
 
-def search(
-    plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[str], None] = print
-) -> list[TrialResult]:
+def search(plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[str], Any] = print) -> list[TrialResult]:
     """Runs the remaining trials. Returns all that ended, the best first, and writes search.json in the folder.
 
     Once `caught` has a signal, running trials end with a checkpoint and can be continued. `say` gets a line when one

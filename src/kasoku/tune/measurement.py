@@ -1,6 +1,7 @@
 """The measurement of one batch size, a search, its result, and the memory that a larger size is expected to need."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,14 +16,7 @@ from kasoku.core.hardware import resident_bytes
 from kasoku.distributed.environment import place
 
 _SHARE = 0.9  # of the free memory may be used; the rest is for other processes and for errors of the forecast
-_MESSAGES = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "cudnn_status_alloc_failed",
-    "cudnn_status_not_supported",
-    "cublas_status_alloc_failed",
-)
+_SHORT = r"out of memory|can('|no)t allocate memory|cu(dnn|blas)_status_alloc_failed|cudnn_status_not_supported"
 STEPS, BRIEF = 20, 5  # timed steps of a size: in full, in a brief measurement
 _SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
 _MEDIAN = 1.2533  # standard error of a median, in sigma / sqrt(n)
@@ -102,8 +96,8 @@ def out_of_memory(error: BaseException) -> bool:
 
     CUDA's libraries have their own messages; cuDNN also reports "not supported" for sizes that are too large.
     """
-    message = any(words in str(error).lower() for words in _MESSAGES)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and message)
+    short = isinstance(error, RuntimeError) and re.search(_SHORT, str(error).lower())
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(short)
 
 
 @dataclass(frozen=True)

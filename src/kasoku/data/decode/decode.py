@@ -38,8 +38,7 @@ def decode(source: str | bytes, shorter: int = 0, *, name: str = "") -> np.ndarr
     """RGB pixels_HWC (uint8) of one image file, upright as its EXIF orientation says.
 
     `source`: its path or its bytes; `name`: what messages call it. A larger image is shrunk until its shorter side is
-    `shorter` (0: never). Grey, CMYK, palette and 16-bit images become 8-bit RGB; where a pixel is transparent, white
-    shows.
+    `shorter` (0: never). Grey, CMYK, palette and 16-bit images become 8-bit RGB, transparent pixels white.
     Errors: InputError naming the file when it is missing, damaged, or no image.
     """
     with _opened(source, name) as opened:

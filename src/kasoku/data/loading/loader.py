@@ -236,8 +236,7 @@ class Loader:
 def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """x_NCHW: n training images, normalised and not varied, to prepare a model with.
 
-    The first n of a set in memory; of files, which may lie class by class, n at equal distances. Fewer if there are
-    fewer.
+    The first n of a set in memory; of files, which may lie class by class, n at equal distances. Fewer if it has fewer.
     """
     part, n = dataset.train, min(n, len(dataset.train))
     if isinstance(part, Memory):

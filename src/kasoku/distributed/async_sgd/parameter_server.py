@@ -224,8 +224,7 @@ class SharedWeights:
         comm.all_reduce(counts).wait()
         steps, *updates = counts.tolist()
         staleness = Counter(dict(enumerate(updates)))
-        means = means_over(model.buffers(), comm)
-        return SyncResult(staleness, int(largest[1]), steps / len(self.workers), means)
+        return SyncResult(staleness, int(largest[1]), steps / len(self.workers), means_over(model.buffers(), comm))
 
 
 def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = ()) -> list[Tensor]:

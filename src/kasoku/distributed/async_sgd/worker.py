@@ -123,9 +123,7 @@ class WorkerGroup:
         self.prediction.reset()
         self.residual.zero_()
         self.sent_at = 0  # the worker's step at the last request
-        self.version_used = dict.fromkeys(
-            self.pieces, 0
-        )  # by owner: of the weights that the next update is computed on
+        self.version_used = dict.fromkeys(self.pieces, 0)  # by owner: of the weights that the next update starts from
         self.version_read = dict(self.version_used)  # of those that were read last
 
     def due(self, step: int, most: int) -> bool:

@@ -21,8 +21,7 @@ class Recalibrate(Technique, stage=Stage.COMM, renews_statistics=True):
     """Measures BatchNorm's statistics for the current weights before evaluation, in a pass over training images.
 
     Running averages lag behind the weights, and more so if an epoch has few updates. The pass runs without dropout.
-    Each norm normalises groups of images as in training, but no group is larger than the batch of a device. Training
-    itself is not changed.
+    Each norm normalises groups of images as in training, none larger than a device's batch. Training is not changed.
 
     Args:
         images: number of training images, 0 or more; 0: all. kasoku's loaders give them in order and without

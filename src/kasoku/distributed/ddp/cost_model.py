@@ -80,8 +80,7 @@ class BucketPlan:
 class Forecast:
     """The times of a step under a plan.
 
-    `spans`: the timeline from the start of backward to the end of forward, if requested; its kinds are those
-    of a measured run.
+    `spans`: the timeline from the start of backward to the end of forward, if requested; kinds as in a measured run.
     """
 
     step_s: float
@@ -106,8 +105,7 @@ def forecast(
 ) -> Forecast:
     """The step under a plan of these tensors, in the steady state; the units are in forward order.
 
-    `next_forward`: a unit's update and next forward wait for its own buckets only; False: for all buckets. `timeline`:
-    fill `Forecast.spans`.
+    `next_forward`: a unit's update and next forward wait for its own buckets only, not for all. `timeline`: with spans.
     """
     unit_of = [min(tensors[i].unit for i in bucket) for bucket in plan.buckets]  # the first to read it
     width = [tensors[bucket[0]].width for bucket in plan.buckets]

@@ -210,8 +210,7 @@ class StepProfiler:
             moving_s = max(transfer_s - latencies_s, 0.1 * transfer_s, 1e-9)
             kept = shares(alone_s, beside_s, rest_s, self.transfers / len(self.zeros) * transfer_s)
             link = LinkModel(self.latency_s, sum(t.size for t in tensors) / moving_s, *kept)
-            found = search(units, tensors, link, next_forward=next_forward)
-            result = (layers.order, *found, link)
+            result = (layers.order, *search(units, tensors, link, next_forward=next_forward), link)
         layers.order, plan, forecast, late, link = comm.broadcast_object(result)
         return plan, forecast, late, link
 

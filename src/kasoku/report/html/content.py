@@ -25,9 +25,7 @@ class RunRecord:
     recipe: Mapping[str, Any]  # resolved, as a document
     result: Mapping[str, Any] = field(default_factory=dict)  # its result.json; empty if there is none yet
     metrics: Sequence[Mapping[str, Any]] = ()  # the lines of its metrics.jsonl, each with `step`, `epoch` and `seconds`
-    parts: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # by name: the other documents that exist, such as ledger.json
+    parts: Mapping[str, Any] = field(default_factory=dict)  # by name: other documents that exist, such as ledger.json
     buckets: str = ""  # of its gradients, as text; empty if the run has one rank or kept none
     machine: Mapping[str, Any] = field(default_factory=dict)  # the hardware and the device setup
     damaged: Sequence[str] = ()  # one line for each file that cannot be read
