@@ -193,7 +193,9 @@ class KubernetesArguments(LaunchArguments):
     """The arguments of `kasoku launch kubernetes`."""
 
     name: str | None = option(help="of the job (default: the recipe's)")
-    image: str = option(default="kasoku:latest", help="built from kasoku's Containerfile (default: %(default)s)")
+    image: str = option(
+        default="kasoku:latest", help="a container image, built from kasoku's Containerfile (default: %(default)s)"
+    )
     mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
     port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 

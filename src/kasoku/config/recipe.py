@@ -375,5 +375,4 @@ def flat_settings(document: Any, prefix: str = "") -> dict[str, Any]:
 
 def dumps(recipe: Recipe) -> str:
     """The resolved recipe as TOML, which `load` reads back to an equal one."""
-    auto = {"batch": AUTO, "origin": ""} if recipe.auto_batch else {}
-    return tomli_w.dumps({**table(recipe), **auto})
+    return tomli_w.dumps(table(recipe) | ({"batch": AUTO, "origin": ""} if recipe.auto_batch else {}))

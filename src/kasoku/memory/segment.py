@@ -55,8 +55,7 @@ def build_program(
         learns = any(p.requires_grad for p in node.params)
         needs.append(learns or any(needs[v] for v in node.inputs))
     order, useful = _backward_order(graph, needs, {0, *kept})
-    computes = [Instruction("compute", i) for i in range(len(graph.nodes))]
-    forward = _with_frees(graph, computes, useful | {graph.out})
+    forward = _with_frees(graph, [Instruction("compute", i) for i in range(len(graph.nodes))], useful | {graph.out})
     backward = _with_frees(graph, order, frozenset(), over_inputs=over_inputs)
     return Program(graph, useful, tuple(forward), tuple(backward))
 

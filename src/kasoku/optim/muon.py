@@ -32,7 +32,8 @@ class SGDSettings(Checked):
         weight_decay: torch's weight decay times the rate: the share of a weight that a step subtracts, before momentum,
             from 0 to below 1.
         decay_all: decay biases and norm parameters as well, not the head alone.
-        whitening_epochs: epochs, 0 or more, over which the rate of parameters named whiten... falls to 0; 0: never.
+        whitening_epochs: epochs, 0 or more, over which the rate of parameters named whiten... falls to 0; 0: they train
+            as usual.
     """
 
     bias_lr: NonNegative = 0.1

@@ -250,8 +250,7 @@ def hugging_face(
         raise InputError(f"{shown}: cannot be loaded ({summary(error)}); streamed data sets are not read") from error
     image, label, names = _columns(whole.column_names, features, image, label, shown)
     images = whole.select_columns([image]).with_format("arrow")
-    labels = whole.select_columns([label]).with_format(None)[:][label]
-    labels_N, classes = _classes(labels, names, shown)
+    labels_N, classes = _classes(whole.select_columns([label]).with_format(None)[:][label], names, shown)
 
     def cell(_: int, row: int, _next: int | None) -> Any:
         value = images[row].column(0)[0].as_py()

@@ -245,7 +245,8 @@ class LowRank(Reducer):
 
     Args:
         rank: columns of the thin matrices, at least 1.
-        min_elements: smaller chunks (0 or more) are averaged uncompressed, as are those that this would not shrink.
+        min_elements: smaller chunks (0 or more) are averaged uncompressed, as are those that two thin matrices would
+            not shrink.
         seed: any number, of the first Q, which is random for each key and equal on all ranks.
 
     Saves: sends 2 * rank * sqrt(n) of n elements: with rank 4, 1 in 128 of 1 M elements.
