@@ -8,5 +8,14 @@ from kasoku.device.seeding import Seeded
 from kasoku.device.select import Chosen, Device, choose, tune_malloc
 
 __all__ = [
-    "Autocast", "ChannelsLast", "Chosen", "Compile", "Device", "Graphs", "LossScale", "Seeded", "choose", "tune_malloc",
-]  # fmt: skip
+    "Autocast",
+    "ChannelsLast",
+    "Chosen",
+    "Compile",
+    "Device",
+    "Graphs",
+    "LossScale",
+    "Seeded",
+    "choose",
+    "tune_malloc",
+]

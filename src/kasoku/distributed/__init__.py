@@ -11,6 +11,22 @@ from kasoku.distributed.replay import Replay
 from kasoku.distributed.torch_comm import TorchComm
 
 __all__ = [
-    "AllReduce", "Asynchronous", "Fixed", "Graded", "Hierarchical", "LowRank", "Mean", "OneBucket", "Overlap",
-    "PerLayer", "Planned", "Policy", "Recalibrate", "Reducer", "Replay", "TorchComm", "VirtualRanks", "Wire",
-]  # fmt: skip
+    "AllReduce",
+    "Asynchronous",
+    "Fixed",
+    "Graded",
+    "Hierarchical",
+    "LowRank",
+    "Mean",
+    "OneBucket",
+    "Overlap",
+    "PerLayer",
+    "Planned",
+    "Policy",
+    "Recalibrate",
+    "Reducer",
+    "Replay",
+    "TorchComm",
+    "VirtualRanks",
+    "Wire",
+]
