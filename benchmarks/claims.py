@@ -20,8 +20,13 @@ from kasoku.report.html import Panel
 
 DOCUMENTS = shipped.DOCUMENTS
 CHECKOUT = Path(__file__).parents[1]
-VERDICTS = HOLDS, FAILS, NOT_SHOWN, PRINTED = "holds", "does not hold", "not shown here", "figure only"
-LEGEND = f"{PRINTED}: printed, no bound; {NOT_SHOWN}: nothing was measured, the last column says why"
+VERDICTS = HOLDS, FAILS, UNDECIDED, NOT_SHOWN, PRINTED = (
+    "holds", "does not hold", "undecided", "not shown here", "figure only"
+)  # fmt: skip
+LEGEND = (
+    f"{PRINTED}: printed, no bound; {UNDECIDED}: the bound is inside the 95 % interval; "
+    f"{NOT_SHOWN}: nothing was measured, the last column says why"
+)
 OURS = "ours"  # stands for the published value of a claim of kasoku's own
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _VALUE = re.compile(r"(\S+)(?: ([-/]) (\S+))?")
@@ -78,6 +83,7 @@ def rows(document: Document, here: Results, long: Results, lacks: Lacks) -> list
             title, value, own = part["name"], claim.get("value", ""), claim.get("own", False)
             unit, holds = claim.get("unit", ""), claim.get("holds", "")
             now, hours = (value_of(value, results.get(title, {})) for results in (here, long))
+            ends, long_ends = (_interval(value, results.get(title, {})) for results in (here, long))
             commands = [] if now is not None else [key.partition(".")[0] for key in value.split()[::2]]
             nulls = {command: result.get("null_because") for command, result in here.get(title, {}).items()}
             reasons = [*(lacks.get((title, each)) or nulls.get(each) for each in commands), claim.get("why")]
@@ -87,10 +93,10 @@ def rows(document: Document, here: Results, long: Results, lacks: Lacks) -> list
                     claim=claim["claim"],
                     published=claim.get("published") or OURS * own,
                     holds_if=holds,
-                    here=_text(now, unit),
-                    verdict_here=_verdict(now, holds),
-                    recorded=_text(hours, unit),
-                    verdict_recorded=_verdict(hours, holds),
+                    here=_text(now, unit, ends),
+                    verdict_here=_verdict(now, holds, ends),
+                    recorded=_text(hours, unit, long_ends),
+                    verdict_recorded=_verdict(hours, holds, long_ends),
                     why="; ".join(dict.fromkeys(filter(None, reasons))),
                     own=own,
                 )
@@ -175,7 +181,15 @@ def _look_up(key: str, results: Mapping[str, Any]) -> Any:
     return value
 
 
-def _verdict(value: Any, holds: str) -> str:
+def _interval(text: str, results: Mapping[str, Any]) -> list[float]:
+    """The interval of the value that a claim names: what its key with "_interval" has; empty where there is none."""
+    command, _, name = text.partition(".")
+    return (results.get(command) or {}).get(f"{name}_interval") or []
+
+
+def _verdict(value: Any, holds: str, ends: Sequence[float] = ()) -> str:
+    if len({_verdict(end, holds) for end in ends}) > 1:
+        return UNDECIDED
     if value is None:
         return NOT_SHOWN
     if not holds:
@@ -187,9 +201,10 @@ def _verdict(value: Any, holds: str) -> str:
     return HOLDS if within else FAILS
 
 
-def _text(value: Any, unit: str) -> str:
+def _text(value: Any, unit: str, ends: Sequence[float] = ()) -> str:
     if value is None:
         return ""
     values: Sequence[Any] = value if isinstance(value, list) else [value]
     shown = " to ".join(f"{v:,.4g}" if isinstance(v, float) else str(v) for v in values)
-    return f"{shown} {unit}".strip()
+    between = f"({ends[0]:.4g} to {ends[1]:.4g})" if ends else ""
+    return " ".join(filter(None, [shown, unit, between]))

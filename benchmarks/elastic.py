@@ -47,7 +47,7 @@ def command(options: argparse.Namespace, run: Path, *more: str) -> list[str]:
     settings.append("optimizer={use='kasoku.optim.sgd', lr=0.02, momentum=0.9}")
     if options.short:
         recipe = "digits_cnn_98"
-        settings += ["norm_batch=16", f"epochs={options.epochs or 6}"]
+        settings += ["norm_batch=16", f"epochs={options.epochs or 60}"]
     else:
         recipe = "cifar10_cifarnet_94"
         settings += ["model={use='kasoku.models.cifar_resnet18'}", "batch=64", "norm_batch=16"]

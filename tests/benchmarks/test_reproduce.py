@@ -100,6 +100,18 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("ends", "verdict", "shown"),
+    [([0.1, 0.5], "holds", "0.3 points (0.1 to 0.5)"), ([-0.1, 0.7], "undecided", "0.3 points (-0.1 to 0.7)")],
+)
+def test_a_bound_inside_the_interval_decides_nothing(ends: list[float], verdict: str, shown: str) -> None:
+    claim = {"claim": "one is better", "value": "both.gain", "unit": "points", "holds": "> 0"}
+    part = {"name": "compared", "section": "1", "claims": [claim]}
+    results = {"compared": {"both": {"gain": 0.3, "gain_interval": ends}}}
+    (row,) = claims.rows({"parts": [part]}, {}, results, {})
+    assert (row.verdict_recorded, row.recorded) == (verdict, shown)
+
+
 @pytest.mark.process
 def test_claims_are_held_against_what_the_commands_found(planted, capsys):
     assert main(["reproduce", "009", "--part", "twice", "--out", "out"]) == 0
@@ -107,7 +119,7 @@ def test_claims_are_held_against_what_the_commands_found(planted, capsys):
     assert "HOLDS: the double is twice the number (published: 2; holds if 1.99 to 2.01): here 2 times" in out
     assert "DOES NOT HOLD: the number is small (holds if < 3): here 20: it was large" in out  # a result: exit code 0
     assert "NOT SHOWN HERE: it was done on 64 GPUs (published: 27 times one GPU): no GPU" in out
-    assert "holds 1, does not hold 1, not shown here 2" in out
+    assert "holds 1, does not hold 1, undecided 0, not shown here 2" in out
     page = (planted / "out" / "report.html").read_text()
     assert "the double is twice the number" in page
     assert "published: theirs" in page
@@ -175,7 +187,7 @@ def test_this_run_is_judged_whatever_was_recorded(planted, capsys):
     main(["reproduce", "009", "--part", "twice", "--out", "out"])
     out = capsys.readouterr().out
     assert "\nHOLDS: the number is small (holds if < 100): here 20, recorded 2,099 (does not hold)\n" in out
-    assert "holds 2, does not hold 0, not shown here 2" in out
+    assert "holds 2, does not hold 0, undecided 0, not shown here 2" in out
     page = (planted / "out" / "report.html").read_text()
     assert re.search("<td>20</td><td>holds</td><td>2,099</td><td>does not hold</td>", page)
 
@@ -217,7 +229,9 @@ def test_a_claim_of_our_own_is_counted_apart(planted, capsys):
     main(["reproduce", "009", "--part", "twice", "--out", "out"])
     out = capsys.readouterr().out
     assert "DOES NOT HOLD: the number is small (ours; holds if < 3): here 20" in out
-    assert "holds 1, does not hold 0, not shown here 2, figure only 0; ours: holds 0, does not hold 1" in out
+    assert (
+        "holds 1, does not hold 0, undecided 0, not shown here 2, figure only 0; ours: holds 0, does not hold 1" in out
+    )
     page = (planted / "out" / "report.html").read_text()
     assert "<td>3</td><td>the number is small</td><td>ours</td>" in page
 

@@ -52,4 +52,4 @@ def test_training_on_a_pack_is_as_accurate_as_on_the_files(real_data, from_files
     assert abs(on_pack - on_files) < 0.05, (on_pack, on_files)  # one model sees the same images
     from_pack = accuracy(trained(packed), packed)
     # Four seeds on the files lay between 0.603 and 0.657, on a raw pack between 0.662 and 0.698.
-    assert abs(from_pack - on_files) < 0.1, (from_pack, on_files)
+    assert -0.05 < from_pack - on_files < 0.1, (from_pack, on_files)

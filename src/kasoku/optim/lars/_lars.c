@@ -38,7 +38,7 @@ typedef struct {
     double *squares;      /* of w and g, for each block of each tensor */
     atomic_int *added_up; /* threads that have the squares of a tensor */
     int (*count_threads)(void), (*number_thread)(void); /* of OpenMP; NULL: one thread */
-    int used;                                                     /* how many threads worked */
+    int used; /* how many threads worked */
 } Step;
 
 WIDE static double sum_of_squares(const float *x, int64_t n) {
