@@ -61,7 +61,7 @@ class NormsApart(Policy):
 
 @dataclass(frozen=True)
 class Row:
-    """A published step: images a GPU, milliseconds."""
+    """A published step: images a GPU, milliseconds; 0: it has the time of a GPU alone over `efficiency`."""
 
     name: str
     cluster: str
@@ -70,6 +70,7 @@ class Row:
     step_ms: float
     sharing: Sharing
     calibrates: bool = False
+    efficiency: float = 1.0
 
 
 DDP, ONE = Sharing(Fixed()), Sharing(OneBucket())
@@ -87,6 +88,28 @@ ROWS = (
     Row("DGX-1 x130", "dgx1-v100", 1040, 52, 47.4, DDP),
     Row("ABCI", "abci", 2048, 42, 49.6, ABCI),
     Row("DGX-A100 x128", "dgx-a100", 1024, 35, 15.5, ONE),
+)
+# Named, with published figures and sources, before any of them was simulated, and looked at once, at the end. Steps are
+# the medians over the logs of an entry of the median epoch but the first, over its updates.
+UNSEEN = (
+    # MLPerf v0.6, NVIDIA/results/dgx2_ngc19.05_mxnet: 16 V100 of 32 GB on NVSwitch
+    Row("DGX-2", "dgx1-v100", 16, 208, 147.7, DDP),
+    # MLPerf v1.1, Azure/results/nd96amsr_a100_v4_n8_ngc21.09_mxnet
+    Row("Azure ND A100 x8", "dgx-a100", 64, 51, 19.7, ONE),
+    # MLPerf v1.1, NVIDIA/results/dgxa100_n540_ngc21.09_mxnet; BatchNorm over two GPUs is not simulated
+    Row("DGX-A100 x540", "dgx-a100", 4320, 15, 8.80, ONE),
+    # MLPerf v3.0, NVIDIA/results/dgxh100_n64_ngc23.04_mxnet
+    Row("DGX-H100 x64", "dgx-h100", 512, 40, 9.05, ONE),
+    # MLPerf v3.0, NVIDIA/results/dgxh100_n96_ngc23.04_mxnet
+    Row("DGX-H100 x96", "dgx-h100", 768, 42, 9.38, ONE),
+    # MLPerf v3.0, NVIDIA_CoreWeave/results/coreweave_hgxh100_n448_ngc23.04_mxnet; neither its sums in switches nor
+    # BatchNorm over two GPUs is simulated
+    Row("HGX-H100 x448", "dgx-h100", 3584, 16, 5.52, ONE),
+    # arXiv 1711.04325: 90 epochs at batch 32,768, 3,519 updates, in 15 minutes on 1,024 P100 of MN-1
+    Row("MN-1", "mn1", 1024, 32, 1e3 * 900 / 3519, ONE),
+    # arXiv 1811.05233 (developer.nvidia.com/blog/sony-breaks-resnet-50-training-record-with-nvidia-v100-tensor-core-gpus):
+    # 1,088 V100 of ABCI at 91.62 % of the speed of one, by a 2-D torus; 32 images a GPU and DDP's groups are assumed
+    Row("ABCI, 2-D torus", "abci", 1088, 32, 0.0, Sharing(Fixed(), reducer=Hierarchical(32)), efficiency=0.9162),
 )
 LAWS = {  # other laws of jitter, for comparison; none of them was chosen
     "no jitter": {"v100": 0.0, "a100": 0.0},
