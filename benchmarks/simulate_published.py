@@ -60,6 +60,19 @@ class NormsApart(Policy):
 
 
 @dataclass(frozen=True)
+class EqualCounts(Policy):
+    """Groups of equally many tensors, as MXNet's Horovod makes them (MXNET_HOROVOD_NUM_GROUPS)."""
+
+    groups: int = 1
+
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
+        """The last tensors of each group are ready first."""
+        each = -(-len(tensors) // self.groups)
+        groups = [tuple(range(i, min(i + each, len(tensors)))) for i in range(0, len(tensors), each)]
+        return ready_order(groups[::-1], tensors, "equal counts")
+
+
+@dataclass(frozen=True)
 class Row:
     """A published step: images a GPU, milliseconds; 0: it has the time of a GPU alone over `efficiency`."""
 
@@ -71,44 +84,56 @@ class Row:
     sharing: Sharing
     calibrates: bool = False
     efficiency: float = 1.0
+    settings: tuple[str, ...] = ()  # of the entry, over the cluster's file
+    jitter: float = 0.0  # of the entry's software, where it was logged; 0: that of the GPU's file
+
+    def cluster_as_run(self) -> Cluster:
+        cluster = load(self.cluster, self.settings)
+        gpu = replace(cluster.device, jitter=self.jitter or cluster.device.jitter)
+        return replace(cluster, gpu="", own_gpu=gpu)
 
 
+# The settings of each entry, as its published code has them: how gradients are grouped (MXNET_HOROVOD_NUM_GROUPS), how
+# often Horovod looks for them (HOROVOD_CYCLE_TIME), NCCL's protocols (Fujitsu: NCCL_LL_THRESHOLD=1024 bytes, so no LL).
 DDP, ONE = Sharing(Fixed()), Sharing(OneBucket())
+MX16, MX20 = Sharing(EqualCounts(16)), Sharing(EqualCounts(20))
 ABCI = Sharing(NormsApart(), reducer=Hierarchical())
+V06 = 0.0118  # jitter: see main's docstring
+NVIDIA, FUJITSU = ("cycle_ms=0.1",), ("cycle_ms=0.2", 'protocols=["Simple"]')
 ROWS = (
     Row("V100, 1 GPU", "dgx1-v100", 1, 192, 1e3 * 192 / 1376, DDP, calibrates=True),
     Row("V100, 1 GPU", "dgx1-v100", 1, 256, 1e3 * 256 / 1492, DDP, calibrates=True),
     Row("V100, 1 GPU of ABCI", "abci", 1, 40, 36.4, ABCI, calibrates=True),
     Row("DGX-1, DeepLearningExamples", "dgx1-v100", 8, 192, 1e3 * 8 * 192 / 10723, DDP, calibrates=True),
-    Row("DGX-1", "dgx1-v100", 8, 208, 149.8, DDP, calibrates=True),
-    Row("DGX-A100", "dgx-a100", 8, 408, 120.9, ONE, calibrates=True),
-    Row("DGX-A100 x8", "dgx-a100", 64, 51, 19.6, ONE, calibrates=True),
-    Row("DGX-H100", "dgx-h100", 8, 400, 56.1, ONE, calibrates=True),
-    Row("DGX-H100 x8", "dgx-h100", 64, 50, 10.2, ONE, calibrates=True),
-    Row("DGX-1 x130", "dgx1-v100", 1040, 52, 47.4, DDP),
-    Row("ABCI", "abci", 2048, 42, 49.6, ABCI),
-    Row("DGX-A100 x128", "dgx-a100", 1024, 35, 15.5, ONE),
+    Row("DGX-1", "dgx1-v100", 8, 208, 149.8, MX20, calibrates=True, settings=NVIDIA, jitter=V06),
+    Row("DGX-A100", "dgx-a100", 8, 408, 120.9, ONE, calibrates=True, settings=NVIDIA),
+    Row("DGX-A100 x8", "dgx-a100", 64, 51, 19.6, ONE, calibrates=True, settings=NVIDIA),
+    Row("DGX-H100", "dgx-h100", 8, 400, 56.1, ONE, calibrates=True, settings=NVIDIA),
+    Row("DGX-H100 x8", "dgx-h100", 64, 50, 10.2, ONE, calibrates=True, settings=NVIDIA),
+    Row("DGX-1 x130", "dgx1-v100", 1040, 52, 47.4, MX16, settings=NVIDIA, jitter=V06),
+    Row("ABCI", "abci", 2048, 42, 49.6, ABCI, settings=FUJITSU),
+    Row("DGX-A100 x128", "dgx-a100", 1024, 35, 15.5, ONE, settings=NVIDIA),
 )
 # Named, with published figures and sources, before any of them was simulated, and looked at once, at the end. Steps are
 # the medians over the logs of an entry of the median epoch but the first, over its updates.
 UNSEEN = (
     # MLPerf v0.6, NVIDIA/results/dgx2_ngc19.05_mxnet: 16 V100 of 32 GB on NVSwitch
-    Row("DGX-2", "dgx1-v100", 16, 208, 147.7, DDP),
+    Row("DGX-2", "dgx1-v100", 16, 208, 147.7, MX20, settings=(*NVIDIA, "nodes=1", "node.gpus=16"), jitter=V06),
     # MLPerf v1.1, Azure/results/nd96amsr_a100_v4_n8_ngc21.09_mxnet
-    Row("Azure ND A100 x8", "dgx-a100", 64, 51, 19.7, ONE),
+    Row("Azure ND A100 x8", "dgx-a100", 64, 51, 19.7, ONE, settings=NVIDIA),
     # MLPerf v1.1, NVIDIA/results/dgxa100_n540_ngc21.09_mxnet; BatchNorm over two GPUs is not simulated
-    Row("DGX-A100 x540", "dgx-a100", 4320, 15, 8.80, ONE),
+    Row("DGX-A100 x540", "dgx-a100", 4320, 15, 8.80, ONE, settings=NVIDIA),
     # MLPerf v3.0, NVIDIA/results/dgxh100_n64_ngc23.04_mxnet
-    Row("DGX-H100 x64", "dgx-h100", 512, 40, 9.05, ONE),
+    Row("DGX-H100 x64", "dgx-h100", 512, 40, 9.05, ONE, settings=NVIDIA),
     # MLPerf v3.0, NVIDIA/results/dgxh100_n96_ngc23.04_mxnet
-    Row("DGX-H100 x96", "dgx-h100", 768, 42, 9.38, ONE),
+    Row("DGX-H100 x96", "dgx-h100", 768, 42, 9.38, ONE, settings=NVIDIA),
     # MLPerf v3.0, NVIDIA_CoreWeave/results/coreweave_hgxh100_n448_ngc23.04_mxnet; neither its sums in switches nor
     # BatchNorm over two GPUs is simulated
-    Row("HGX-H100 x448", "dgx-h100", 3584, 16, 5.52, ONE),
+    Row("HGX-H100 x448", "dgx-h100", 3584, 16, 5.52, ONE, settings=NVIDIA),
     # arXiv 1711.04325: 90 epochs at batch 32,768, 3,519 updates, in 15 minutes on 1,024 P100 of MN-1
     Row("MN-1", "mn1", 1024, 32, 1e3 * 900 / 3519, ONE),
-    # arXiv 1811.05233 (developer.nvidia.com/blog/sony-breaks-resnet-50-training-record-with-nvidia-v100-tensor-core-gpus):
-    # 1,088 V100 of ABCI at 91.62 % of the speed of one, by a 2-D torus; 32 images a GPU and DDP's groups are assumed
+    # arXiv 1811.05233, quoted by developer.nvidia.com/blog (Sony breaks ResNet-50 training record): 1,088 V100 of ABCI
+    # at 91.62 % of the speed of one, by a 2-D torus; 32 images a GPU and DDP's groups are assumed
     Row("ABCI, 2-D torus", "abci", 1088, 32, 0.0, Sharing(Fixed(), reducer=Hierarchical(32)), efficiency=0.9162),
 )
 LAWS = {  # other laws of jitter, for comparison; none of them was chosen
@@ -150,7 +175,9 @@ def calibrated(gpu: str, net: ModelCosts) -> tuple[float, float]:
     x = [math.log(5.0), math.log(0.3)]
 
     def off(x: Sequence[float]) -> list[float]:
-        each = (simulated(r, net, measured(load(r.cluster), math.exp(x[0]), math.exp(x[1]))) / r.step_ms for r in rows)
+        each = (
+            simulated(r, net, measured(r.cluster_as_run(), math.exp(x[0]), math.exp(x[1]))) / r.step_ms for r in rows
+        )
         return [math.log(ratio) for ratio in each]
 
     h = 1e-5
@@ -176,11 +203,11 @@ def errors(net: ModelCosts, spread: dict[str, float] | None = None, *, alone: bo
     """Relative errors of the scored rows; with other spreads, or of computing alone."""
     errors = {}
     for row in (row for row in ROWS if not row.calibrates):
-        cluster = load(row.cluster)
+        cluster = row.cluster_as_run()
         if alone:
             ms = 1e3 * Simulator(cluster, net, row.sharing, 0.0).step(row.gpus, row.gpus * row.images).compute_s
         else:
-            ms = simulated(row, net, cluster, spread=spread[cluster.gpu] if spread else None)
+            ms = simulated(row, net, cluster, spread=spread[cluster.device.name.lower()] if spread else None)
         errors[row.name] = ms / row.step_ms - 1
     return errors
 
@@ -195,7 +222,7 @@ def main() -> None:
         print(f"{name}: alpha {alpha:.4g} ms, beta {beta:.4g} ms (shipped: {gpu.alpha_ms}, {gpu.beta_ms})")
     rows = {}
     for row in ROWS:
-        step = Simulator(load(row.cluster), net, row.sharing).step(row.gpus, row.gpus * row.images)
+        step = Simulator(row.cluster_as_run(), net, row.sharing).step(row.gpus, row.gpus * row.images)
         each = (1e3 * s for s in (step.compute_s, step.straggler_s, step.exposed_s))
         parts = "compute {:.2f} + slowest rank {:.2f} + exposed {:.2f}".format(*each)
         off = step.step_s / row.step_ms * 1e3 - 1
@@ -212,7 +239,7 @@ def main() -> None:
     abci = next(row for row in ROWS if row.name == "ABCI")
     costs = load("abci").costs
     wall = costs.setup_s + costs.first_epoch_s + EVALUATIONS * costs.evaluation_s
-    wall += EPOCHS * STEPS * 1e-3 * simulated(abci, net, load("abci"))
+    wall += EPOCHS * STEPS * 1e-3 * simulated(abci, net, abci.cluster_as_run())
     drift = max(
         abs(b / a - 1)
         for name, fitted in constants.items()

@@ -85,7 +85,8 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path
     sweep = found["sweep"]
     assert isinstance(sweep, dict)
     assert sweep["images_a_gpu"] == 50
-    one, graded, recipe = sweep["points"].values()
+    one, layers, ddp, graded, recipe = sweep["points"].values()
+    assert len(layers) == len(ddp) == len(one)
     *_, better = other["sweep"]["points"].values()  # type: ignore[index]
     assert len(one) >= 40
     assert [n for n, *_ in one] == [n for n, *_ in better]
@@ -93,7 +94,7 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path
     assert one[-1][1] > graded[-1][1] > better[-1][1]  # seconds a step at 512
     assert recipe[-1][1] <= graded[-1][1]
     rates, times = (sweep[key]["one group after backward"] for key in ("points", "speedups"))
-    assert times == [[n, pytest.approx(images_per_s / rates[0][2])] for n, _, images_per_s in rates]
+    assert times == [[n, pytest.approx(images_per_s / rates[0][2])] for n, _, images_per_s, _ in rates]
     assert times[0] == [1, 1]
     drawn = (tmp_path / "s" / "sweep.html").read_text()
     assert '"name":"one group after backward"' in drawn
@@ -126,10 +127,13 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
         ),
         (["--cluster", "abci", "--gpus", "10"], "take 1 to 4, or a multiple of 4"),
         (["--cluster", "abci", "--gpus", "2048", "--set", "batch=1000", "--set", "norm_batch=0"], "batch=1000"),
-        (["--cluster", "nowhere"], "one of abci, dgx-a100, dgx-h100, dgx1-v100, mn2, tsubame25, or a file"),
+        (["--cluster", "nowhere"], "one of abci, dgx-a100, dgx-h100, dgx1-v100, mn1, mn1b, mn2, tsubame25, or a file"),
         (["--cluster", "abci", "--what-if", "speed=2"], "speed: no such key"),
         (["--cluster", "abci", "--sweep", "gpus=1:9999"], "abci has 4,352 GPUs"),
-        (["--cluster", "abci", "--sweep", "nodes=1:9"], "gpus=A:B is wanted"),
+        (
+            ["--cluster", "abci", "--sweep", "nodes=1:9"],
+            "AXIS=A:B is wanted, from at least 1 up to more, as gpus=1:4096; axes: gpus, strong",
+        ),
         (["--cluster", "no.toml"], "no.toml: cannot be read"),
         (["--cluster", "abci", "--gpus", "0"], "1 to 4,352 are available"),
         (["--cluster", "abci", "--what-if", "latency=nan"], "latency=nan"),
