@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -98,9 +97,8 @@ def test_items_of_a_step_are_all_of_it_and_follow_what_changes() -> None:
     simulator = Simulator(load("abci"), resnet(), Sharing(reducer=Hierarchical()))
     step = simulator.step(2048, 86016)
     alone = simulator.step(1, 42)
+    assert (alone.exposed_s, alone.straggler_s) == pytest.approx((0.0, 0.0), abs=1e-12)  # it waits for nobody
     gpu = load("abci").device
-    mean = math.exp(math.hypot(gpu.spread, gpu.jitter) ** 2 / 2)  # of the law; the median is 1
-    assert (alone.exposed_s, alone.straggler_s) == pytest.approx((0.0, (mean - 1) * alone.compute_s), abs=2e-7)
     assert alone.compute_s == pytest.approx(1e-3 * (gpu.alpha_ms + 42 * gpu.beta_ms), rel=1e-9)
     assert step.compute_s == pytest.approx(alone.compute_s, rel=1e-9)
     assert step.step_s > step.compute_s + step.straggler_s > alone.step_s

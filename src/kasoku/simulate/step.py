@@ -247,10 +247,10 @@ def slowest(spread: float, ranks: int, chance: float | None = None) -> float:
 
     Maths: the mean of a maximum is the integral of the probability that some rank still computes.
     """
-    if spread == 0:
-        return 1.0
     if chance:
         return math.exp(spread * NormalDist().inv_cdf(chance ** (1 / ranks)))
+    if spread == 0 or ranks == 1:  # one rank waits for nobody
+        return 1.0
     x = torch.linspace(math.exp(-9 * spread), math.exp(9 * spread), _POINTS, dtype=torch.float64)
     below = torch.special.ndtr(x.log() / spread)  # the share of ranks with at most x
     return float(x[0] + torch.trapezoid(1 - below**ranks, x))
