@@ -101,6 +101,56 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path
     assert f"slow, {', '.join(changes)}, 50 images a GPU" in (tmp_path / "t" / "sweep.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("axis", "ends", "images"),
+    [
+        ("images", (16, 64), lambda x: 64 * x),
+        ("batch", (64, 6400), lambda x: x),
+        ("bucket_mib", (1, 64), lambda _: 2560),
+    ],
+)
+def test_a_sweep_varies_images_batches_and_groups(axis: str, ends: tuple[int, int], images, tmp_path: Path) -> None:
+    options = ["--cluster", "abci", "--gpus", "64", "--set", "batch=2560", "--sweep", f"{axis}={ends[0]}:{ends[1]}"]
+    sweep = simulated(tmp_path / "s", *options)["sweep"]
+    assert isinstance(sweep, dict)
+    assert sweep["axis"] == axis
+    for points in sweep["points"].values():
+        assert (points[0][0], points[-1][0]) == ends
+        for x, step_s, rate, exposed_s in points:
+            assert rate == pytest.approx(images(x) / step_s, rel=1e-9)
+            assert 0 <= exposed_s < step_s
+    one, graded = (sweep["points"][f"{name} backward"] for name in ("one group after", "graded groups behind"))
+    assert all(b[2] > a[2] for a, b in zip(one, graded, strict=True))  # groups are faster at every size
+    drawn = (tmp_path / "s" / "sweep.html").read_text()
+    assert "exposed communication, s" in drawn
+
+
+def test_gpus_that_share_one_batch_are_swept_as_the_benchmark_of_003(tmp_path: Path) -> None:
+    options = ["--cluster", "tsubame25", "--what-if", "node.gpus=1", "--gpus", "16", "--set", "batch=256"]
+    more = ["--set", "norm_batch=0", "--sweep", "strong=1:16"]
+    sweep = simulated(tmp_path / "s", *options, *more)["sweep"]
+    assert isinstance(sweep, dict)
+    for line, points in sweep["points"].items():
+        assert all(rate == pytest.approx(256 / step_s, rel=1e-9) for _, step_s, rate, _ in points)
+        speeds = dict(sweep["speedups"][line])
+        assert speeds[1] == 1 < speeds[16] < 16
+
+
+def test_the_start_of_communicators_grows_with_the_ranks(tmp_path: Path) -> None:
+    def start_s(name: str, gpus: int) -> float:
+        options = ["--cluster", "dgx-a100", "--gpus", str(gpus), "--set", f"batch={40 * gpus}"]
+        rows = simulated(tmp_path / name, *options)["rows"]
+        assert isinstance(rows, dict)
+        return float(rows["start"])
+
+    assert start_s("few", 512) == pytest.approx(512 * 265 / 98_304)
+    assert start_s("many", 4096) == pytest.approx(8 * start_s("few again", 512))
+    assert start_s("alone", 1) == 0  # it joins nobody
+    rows = simulated(tmp_path / "file", "--cluster", "abci", "--gpus", "2048")["rows"]
+    assert isinstance(rows, dict)
+    assert rows["start"] == load("abci").costs.setup_s  # what was measured there
+
+
 def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
     cluster = load("abci")
     found = sizes(cluster, 1, 4096)

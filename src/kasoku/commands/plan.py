@@ -48,7 +48,7 @@ def run(arguments: PlanArguments) -> int:
     for line in chosen.scenario.remarks(chosen.step):
         say(line)
     if cluster.costs == Costs():
-        say(f"{cluster.name} has no [costs]: 0 s are expected before the first step")
+        say(f"{cluster.name} has no [costs]: only the start of communicators is expected before the first step")
     document = chosen.scenario.document(chosen.step)
     rows = _rows(chosen, document)
     print_table(f"the best of {len(tried)} ways", rows)
