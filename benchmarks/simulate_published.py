@@ -46,7 +46,7 @@ from kasoku.simulate.step import extremes
 
 CLAIMS = {
     "simulate/published/median_error": ("median_abs_error", "errors", "no_communication_median_abs_error"),
-    "simulate/published/max_error": "max_abs_error",
+    "simulate/published/max_error": ("max_abs_error", "mean_signed_error"),
     "simulate/published/unseen_error": ("unseen_median_abs_error", "unseen_rows", "unseen_max_abs_error"),
     "simulate/published/range_coverage": ("range_coverage", "range_coverage_of_tested", "outside_range"),
     "simulate/abci/wall_error": ("abci_wall_abs_error", "abci_wall_s"),
