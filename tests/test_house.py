@@ -33,7 +33,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tracking": 255,
     "config": 1530,
     "tune": 1465,
-    "simulate": 1385,
+    "simulate": 1420,
     "report": 2420,
     "training": 2710,
     "commands": 1920,
