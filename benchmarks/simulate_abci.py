@@ -3,8 +3,9 @@
     python benchmarks/simulate_abci.py
 
 [000], Fig. 9 and 10: ResNet-50 on ABCI, 16 to 64 images a GPU, one all-reduce after backward against groups behind
-backward (`Graded`, from the code of the team's MLPerf v0.6 entry), both hierarchical and in 16 bits; and the training
-of Table 2: 90 epochs of 16 updates, 40 images a GPU. Seconds on one core; docs/simulated.py draws the same curves.
+backward (`Graded`, from the code of the team's MLPerf v0.6 entry), both hierarchical and in 16 bits, with that entry's
+settings of Horovod and NCCL; and the training of Table 2: 90 epochs of 16 updates, 40 images a GPU. It is the sweep of
+`kasoku simulate --sweep images=16:64`. Seconds on one core; docs/simulated.py draws the same curves.
 groups_over_one_least: images/s with groups over those without, the least over all batches; ..._at_16, ..._at_40.
 first_group_over_largest: tensors in the first group, nearest the output, over those in the largest one.
 images_per_s_over_published, training_s_over_published: over 1.73 million and 74.7 s.
@@ -24,10 +25,12 @@ from common import finish
 from kasoku.distributed import Graded, Hierarchical, OneBucket
 from kasoku.models import resnet50
 from kasoku.simulate import ModelCosts, Sharing, SimulatedStep, Simulator, load, model_costs
+from kasoku.simulate.from_recipe import sweep
 
 GPUS, SHARES = 2048, (16, 20, 24, 28, 32, 36, 40, 42, 48, 56, 64)  # images a GPU
 ONE, GROUPS = "one group after backward", "graded groups behind backward"
 WAYS = {ONE: Sharing(OneBucket(), reducer=Hierarchical()), GROUPS: Sharing(Graded(), reducer=Hierarchical())}
+SETTINGS = ("cycle_ms=0.2", 'protocols=["Simple"]')  # HOROVOD_CYCLE_TIME=0.2, NCCL_LL_THRESHOLD=1024
 IMAGES, EPOCHS, STEPS, EVALUATIONS = 40, 90, 16, 23  # of [000]; its evaluations are those of the MLPerf v0.6 entry
 IMAGES_PER_S, TRAINING_S = 1.73e6, 74.7  # published in [000]
 
@@ -38,10 +41,15 @@ def network() -> ModelCosts:
         return model_costs("resnet50", resnet50(), (3, 224, 224)).with_gradients(2)
 
 
+def simulators(net: ModelCosts) -> dict[str, Simulator]:
+    """Both ways on ABCI, with the entry's settings."""
+    return {name: Simulator(load("abci", SETTINGS), net, way) for name, way in WAYS.items()}
+
+
 def steps(net: ModelCosts, way: str, shares: Sequence[int] = SHARES) -> list[SimulatedStep]:
     """A step of 2,048 GPUs for each number of images a GPU."""
-    simulator = Simulator(load("abci"), net, WAYS[way])
-    return [simulator.step(GPUS, GPUS * images) for images in shares]
+    lines = sweep({way: simulators(net)[way]}, "images", shares, gpus=GPUS, batch=GPUS)
+    return [step for _, step in lines[way]]
 
 
 def computing_alone(net: ModelCosts) -> list[tuple[int, float]]:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from common import finish, parse, seconds_per_call, spread
 from kasoku.core import Job
 from kasoku.device import tune_malloc
 from kasoku.distributed import Graded
-from kasoku.distributed.ddp.cost_model import forecast
 from kasoku.optim import sgd
 from kasoku.report import print_table
 from kasoku.report.profiler import Profiler
@@ -137,10 +136,10 @@ def put(file: Path, document: Any) -> None:
     file.write_text(json.dumps(document))
 
 
-def here(hosts: int, mbit: float, hop_s: float) -> Cluster:
-    """This machine's hosts as a cluster."""
+def here(hosts: int, mbit: float, hop_s: float, compute_share: float) -> Cluster:
+    """This machine's hosts as a cluster; `compute_share`: the part of a quota that a transfer leaves to computing."""
     # speeds of the device only share a block's measured time among its layers
-    device = Gpu("host", 0.0, 1.0, 1, 10**6, tflops=0.1, memory_gb_s=10.0)
+    device = Gpu("host", 0.0, 1.0, 1, 10**6, tflops=0.1, memory_gb_s=10.0, compute_share=compute_share)
     gloo = Protocol("gloo", 0.0, (0.0, 1e6 * hop_s), (0.0, 1e6 * hop_s), PAYLOAD)
     node = ClusterNode(1, 0.0, 1, mbit / 8e3)
     return Cluster("here", hosts, node, own_gpu=device, protocols=(), own_protocol=gloo)
@@ -152,13 +151,12 @@ def simulated(settings: Settings, hosts: int, mbit: float, *, late: bool) -> tup
         net = model_costs(settings.work.model, settings.work.network(), settings.work.data(0)[0].shape[1:])
     link = json.loads((settings.folder / "link.json").read_text())
     measured = profiled([str(settings.folder)], net)
-    simulator = Simulator(here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, "ring"), 0.0, profile=measured)
-    step = simulator.step(hosts, hosts * settings.work.batch)
-    course = step.inputs
     busy = link["busy_s_a_byte"] * mbit * 1e6 / 8  # of the quota's time, while a transfer is under way
-    beside = replace(course.link, compute_share=max(0.05, 1 - busy))
-    seen = forecast(course.units, course.tensors, course.plan, beside, next_forward=course.late)
-    return seen.step_s, step.compute_s
+    cluster = here(hosts, mbit, link["hop_s"], max(0.05, 1 - busy))
+    step = Simulator(cluster, net, Sharing(Graded(), late), 0.0, profile=measured).step(
+        hosts, hosts * settings.work.batch
+    )
+    return step.step_s, step.compute_s
 
 
 def compared(settings: Settings, hosts: list[int]) -> dict[str, object]:

@@ -6,8 +6,7 @@ rest as pictures; the log of its team's MLPerf v0.6 entry gives the epochs (benc
 Note: the extra time of the first epoch is not a prediction: it is in abci.toml, from the same log. Its time if NCCL
 starts within it, [000]'s baseline, is published only as a picture and not drawn.
 
-Note: ABCI's points lie below its curves: benchmarks/simulate_published.py misses the same row, and no curve was
-adjusted.
+Note: ABCI's points lie below its curves, by what benchmarks/simulate_published.py misses too; no curve was adjusted.
 
 Note: what benchmarks/simulate_k20x.py assumes of [003]'s machine and batch it says there; nothing was fitted to the
 published points.
@@ -21,13 +20,13 @@ from pathlib import Path
 import torch
 from svg import Panel, draw
 
-from kasoku.simulate import ModelCosts, Simulator, load
-from kasoku.simulate.from_recipe import sizes
+from kasoku.simulate import ModelCosts, load
+from kasoku.simulate.from_recipe import sizes, sweep
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS.parent / "benchmarks"))
 
-from simulate_abci import GPUS, WAYS, computing_alone, epochs, network, steps  # noqa: E402 - after its folder
+from simulate_abci import GPUS, WAYS, computing_alone, epochs, network, simulators, steps  # noqa: E402 - after its folder
 from simulate_k20x import BATCH, PUBLISHED, speedups  # noqa: E402
 
 IMAGES, STEPS = 42, 15  # of the MLPerf entry: images a GPU, steps an epoch
@@ -58,12 +57,10 @@ def draw_batches(net: ModelCosts) -> None:
 
 def scaling(net: ModelCosts) -> None:
     """Throughput and efficiency over 1 to 2,048 GPUs."""
-    counts = sizes(load("abci"), 1, GPUS)
-    simulators = {name: Simulator(load("abci"), net, way) for name, way in WAYS.items()}
-    sweeps = {name: [simulator.step(n, 40 * n) for n in counts] for name, simulator in simulators.items()}
-    rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in sweeps.items()}
-    first = {name: steps[0].images_per_s / steps[0].gpus for name, steps in sweeps.items()}
-    shares = {name: [(s.gpus, s.images_per_s / s.gpus / first[name]) for s in steps] for name, steps in sweeps.items()}
+    sweeps = sweep(simulators(net), "gpus", sizes(load("abci"), 1, GPUS), gpus=1, batch=40)
+    rates = {name: [(n, s.images_per_s) for n, s in line] for name, line in sweeps.items()}
+    first = {name: line[0][1].images_per_s / line[0][0] for name, line in sweeps.items()}
+    shares = {name: [(n, s.images_per_s / n / first[name]) for n, s in line] for name, line in sweeps.items()}
     rates["published, [000]"], shares["published, arXiv 1903.12650"] = [(GPUS, 1.73e6)], [(GPUS, 0.77)]
     panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
     draw(DOCS / "simulated_scaling.svg", "ResNet-50 on ABCI, 40 images a GPU", panels, x_label="GPUs", x_log=True)

@@ -79,7 +79,14 @@ def test_a_deadline_takes_the_cheapest_in_time(small: str, tmp_path: Path, capsy
     assert late["gpus"] < fastest["gpus"]  # type: ignore[operator]
     assert fastest["training_s"] <= min(plan["training_s"] for plan in (soon, late, paid))  # type: ignore[type-var]
     assert paid["usd"] * paid["most"] <= 30  # type: ignore[operator]
-    assert "small has no [costs]: 0 s are expected before the first step" in capsys.readouterr().err
+    assert (
+        "small has no [costs]: only the start of communicators is expected before the first step"
+        in capsys.readouterr().err
+    )
+    for plan in (soon, late, fastest, paid):
+        assert 0.8 < plan["least"] < 1 < plan["most"] < 2.5  # type: ignore[operator]
+        low, high = (plan["training_s"] * plan[end] for end in ("least", "most"))  # type: ignore[operator]
+        assert plan["shown"]["ranges"].startswith(f"{low:,.1f} to {high:,.1f} s and ")  # type: ignore[index]
     assert "price: AWS" in paid["shown"]["source"]  # type: ignore[index]
     assert "4.10 an hour a GPU" in paid["shown"]["training"]  # type: ignore[index]
     assert "how epochs scatter is not known" in paid["shown"]["ranges"]  # type: ignore[index]

@@ -85,7 +85,8 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path
     sweep = found["sweep"]
     assert isinstance(sweep, dict)
     assert sweep["images_a_gpu"] == 50
-    one, graded, recipe = sweep["points"].values()
+    one, layers, ddp, graded, recipe = sweep["points"].values()
+    assert len(layers) == len(ddp) == len(one)
     *_, better = other["sweep"]["points"].values()  # type: ignore[index]
     assert len(one) >= 40
     assert [n for n, *_ in one] == [n for n, *_ in better]
@@ -93,11 +94,61 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path
     assert one[-1][1] > graded[-1][1] > better[-1][1]  # seconds a step at 512
     assert recipe[-1][1] <= graded[-1][1]
     rates, times = (sweep[key]["one group after backward"] for key in ("points", "speedups"))
-    assert times == [[n, pytest.approx(images_per_s / rates[0][2])] for n, _, images_per_s in rates]
+    assert times == [[n, pytest.approx(images_per_s / rates[0][2])] for n, _, images_per_s, _ in rates]
     assert times[0] == [1, 1]
     drawn = (tmp_path / "s" / "sweep.html").read_text()
     assert '"name":"one group after backward"' in drawn
     assert f"slow, {', '.join(changes)}, 50 images a GPU" in (tmp_path / "t" / "sweep.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("axis", "ends", "images"),
+    [
+        ("images", (16, 64), lambda x: 64 * x),
+        ("batch", (64, 6400), lambda x: x),
+        ("bucket_mib", (1, 64), lambda _: 2560),
+    ],
+)
+def test_a_sweep_varies_images_batches_and_groups(axis: str, ends: tuple[int, int], images, tmp_path: Path) -> None:
+    options = ["--cluster", "abci", "--gpus", "64", "--set", "batch=2560", "--sweep", f"{axis}={ends[0]}:{ends[1]}"]
+    sweep = simulated(tmp_path / "s", *options)["sweep"]
+    assert isinstance(sweep, dict)
+    assert sweep["axis"] == axis
+    for points in sweep["points"].values():
+        assert (points[0][0], points[-1][0]) == ends
+        for x, step_s, rate, exposed_s in points:
+            assert rate == pytest.approx(images(x) / step_s, rel=1e-9)
+            assert 0 <= exposed_s < step_s
+    one, graded = (sweep["points"][f"{name} backward"] for name in ("one group after", "graded groups behind"))
+    assert all(b[2] > a[2] for a, b in zip(one, graded, strict=True))  # groups are faster at every size
+    drawn = (tmp_path / "s" / "sweep.html").read_text()
+    assert "exposed communication, s" in drawn
+
+
+def test_gpus_that_share_one_batch_are_swept_as_the_benchmark_of_003(tmp_path: Path) -> None:
+    options = ["--cluster", "tsubame25", "--what-if", "node.gpus=1", "--gpus", "16", "--set", "batch=256"]
+    more = ["--set", "norm_batch=0", "--sweep", "strong=1:16"]
+    sweep = simulated(tmp_path / "s", *options, *more)["sweep"]
+    assert isinstance(sweep, dict)
+    for line, points in sweep["points"].items():
+        assert all(rate == pytest.approx(256 / step_s, rel=1e-9) for _, step_s, rate, _ in points)
+        speeds = dict(sweep["speedups"][line])
+        assert speeds[1] == 1 < speeds[16] < 16
+
+
+def test_the_start_of_communicators_grows_with_the_ranks(tmp_path: Path) -> None:
+    def start_s(name: str, gpus: int) -> float:
+        options = ["--cluster", "dgx-a100", "--gpus", str(gpus), "--set", f"batch={40 * gpus}"]
+        rows = simulated(tmp_path / name, *options)["rows"]
+        assert isinstance(rows, dict)
+        return float(rows["start"])
+
+    assert start_s("few", 512) == pytest.approx(512 * 265 / 98_304)
+    assert start_s("many", 4096) == pytest.approx(8 * start_s("few again", 512))
+    assert start_s("alone", 1) == 0  # it joins nobody
+    rows = simulated(tmp_path / "file", "--cluster", "abci", "--gpus", "2048")["rows"]
+    assert isinstance(rows, dict)
+    assert rows["start"] == load("abci").costs.setup_s  # what was measured there
 
 
 def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
@@ -126,10 +177,13 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
         ),
         (["--cluster", "abci", "--gpus", "10"], "take 1 to 4, or a multiple of 4"),
         (["--cluster", "abci", "--gpus", "2048", "--set", "batch=1000", "--set", "norm_batch=0"], "batch=1000"),
-        (["--cluster", "nowhere"], "one of abci, dgx-a100, dgx-h100, dgx1-v100, mn2, tsubame25, or a file"),
+        (["--cluster", "nowhere"], "one of abci, dgx-a100, dgx-h100, dgx1-v100, mn1, mn1b, mn2, tsubame25, or a file"),
         (["--cluster", "abci", "--what-if", "speed=2"], "speed: no such key"),
         (["--cluster", "abci", "--sweep", "gpus=1:9999"], "abci has 4,352 GPUs"),
-        (["--cluster", "abci", "--sweep", "nodes=1:9"], "gpus=A:B is wanted"),
+        (
+            ["--cluster", "abci", "--sweep", "nodes=1:9"],
+            "AXIS=A:B is wanted, from at least 1 up to more, as gpus=1:4096; axes: gpus, strong",
+        ),
         (["--cluster", "no.toml"], "no.toml: cannot be read"),
         (["--cluster", "abci", "--gpus", "0"], "1 to 4,352 are available"),
         (["--cluster", "abci", "--what-if", "latency=nan"], "latency=nan"),

@@ -260,7 +260,7 @@ class SimulateArguments(RecipeArguments, JsonArguments):
     cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
     gpus: int | None = option(metavar="N", help="how many (default: all of a node)")
     profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
-    sweep: str = option(default="", metavar="gpus=A:B", help="draw scaling curves")
+    sweep: str = option(default="", metavar="AXIS=A:B", help="draw curves: gpus, strong, images, batch, bucket_mib")
     what_if: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="of the cluster, as latency=0.5")
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
 

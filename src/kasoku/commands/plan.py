@@ -22,7 +22,7 @@ from kasoku.report import print_table
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate import plan_search
 from kasoku.simulate.cluster import Costs
-from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
+from kasoku.simulate.plan_search import Choice, planned_recipe
 from kasoku.training.run_folder import output_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -48,7 +48,7 @@ def run(arguments: PlanArguments) -> int:
     for line in chosen.scenario.remarks(chosen.step):
         say(line)
     if cluster.costs == Costs():
-        say(f"{cluster.name} has no [costs]: 0 s are expected before the first step")
+        say(f"{cluster.name} has no [costs]: only the start of communicators is expected before the first step")
     document = chosen.scenario.document(chosen.step)
     rows = _rows(chosen, document)
     print_table(f"the best of {len(tried)} ways", rows)
@@ -70,24 +70,24 @@ def _amount(flag: str, text: str, units: Mapping[str, float], wanted: str) -> fl
 
 
 def _rows(chosen: Choice, document: Mapping[str, Any]) -> dict[str, str]:
-    case, recipe, usd = chosen.scenario, chosen.scenario.recipe, chosen.usd
-    price = f" and {usd * LEAST:,.2f} to {usd * MOST:,.2f} USD" if usd else ""
+    case, recipe, usd, least, most = chosen.scenario, chosen.scenario.recipe, chosen.usd, chosen.least, chosen.most
+    price = f" and {usd * least:,.2f} to {usd * most:,.2f} USD" if usd else ""
     return {
         "batch": f"{recipe.batch:,}" + (f" ({recipe.origin})" if recipe.origin else ""),
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs",
         **case.table(chosen.step, document),
-        "ranges": f"{chosen.seconds * LEAST:,.1f} to {chosen.seconds * MOST:,.1f} s{price}: {LEAST} to {MOST} times, "
-        "what the steps of three published runs of ResNet-50 took of those simulated; how epochs scatter is not known",
+        "ranges": f"{chosen.seconds * least:,.1f} to {chosen.seconds * most:,.1f} s{price}: {least:.2f} to {most:.2f} "
+        "times, by jitter, latencies and computing beside transfers; how epochs scatter is not known",
     }
 
 
 def _write(chosen: Choice, folder: Path, original: Path, figures: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the planned recipe, the script that trains it, and the figures that are expected; returns these."""
-    expected = {**figures, "least": LEAST, "most": MOST, "import_folders": trust.import_folders(original)}
+    expected = {**figures, "least": chosen.least, "most": chosen.most, "import_folders": trust.import_folders(original)}
     file = folder / f"{original.stem}.toml"
     nodes = chosen.scenario.simulator.cluster.nodes_for(chosen.step.gpus)
-    minutes = max(10, round(2 * chosen.seconds * MOST / 60))  # twice the longest expected time
+    minutes = max(10, round(2 * chosen.seconds * chosen.most / 60))  # twice the longest expected time
     name = re.sub(r"[^a-z0-9]+", "-", f"kasoku-{original.stem.lower()}")[:63].strip("-")
     each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
     spec = LaunchSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus, extra=trust.allow_options())

@@ -1,7 +1,7 @@
 """`kasoku simulate`: the time and cost of a recipe on a described cluster, item by item, and its scaling.
 
 It writes simulation.json (all figures), report.html (a step, drawn as on the page of a measured run) and, with --sweep,
-sweep.html (throughput and efficiency over the number of GPUs).
+sweep.html (throughput by several ways to share gradients, over GPUs, images a GPU, batches or sizes of groups).
 """
 
 import json
@@ -16,7 +16,7 @@ from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
 from kasoku.simulate import SimulatedStep, timeline
 from kasoku.simulate import load as load_cluster
-from kasoku.simulate.from_recipe import Scenario, scenario, sizes, sweep
+from kasoku.simulate.from_recipe import AXES, Scenario, scenario, sizes, spaced, sweep, ways
 from kasoku.training.run_folder import output_folder
 
 
@@ -25,23 +25,25 @@ def run(arguments: SimulateArguments) -> int:
     recipe, cluster = arguments.load(), load_cluster(arguments.cluster, arguments.what_if)
     case = scenario(recipe, cluster, profiles=arguments.profile)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
-    ends = re.fullmatch(r"gpus=(\d+):(\d+)", arguments.sweep)
-    if arguments.sweep and not ends:
-        raise InputError(f"--sweep {arguments.sweep}: gpus=A:B is wanted, as gpus=1:4096")
-    over = sizes(cluster, *map(int, ends.groups()), fits=case.simulator.sharing.fits) if ends else []
+    ends = re.fullmatch(rf"({'|'.join(AXES)})=([1-9]\d*):([1-9]\d*)", arguments.sweep)
+    if arguments.sweep and not (ends and int(ends[2]) <= int(ends[3])):
+        wanted = f"AXIS=A:B is wanted, from at least 1 up to more, as gpus=1:4096; axes: {', '.join(AXES)}"
+        raise InputError(f"--sweep {arguments.sweep}: {wanted}")
+    axis, low, high = (ends[1], int(ends[2]), int(ends[3])) if ends else ("", 1, 1)
+    of_gpus, fits = axis in ("gpus", "strong"), case.simulator.sharing.fits
+    values = sizes(cluster, low, high, fits=fits) if of_gpus else spaced(range(low, high + 1))
     step = case.step(gpus)
     for line in case.remarks(step):
         say(line)
     document = case.document(step)
     print_table(cluster.name, case.table(step, document))
-    lines = sweep(case, over, step) if over else {}
-    if lines:
-        points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
-        parts = case.recipe.parts(step.gpus)
-        alone = {name: steps[0].images_per_s / steps[0].gpus for name, steps in lines.items()}
-        speedups = {name: [[s.gpus, s.images_per_s / alone[name]] for s in steps] for name, steps in lines.items()}
-        each = case.images_each(step)
-        document["sweep"] = {"images_a_gpu": each, "parts": parts, "points": points, "speedups": speedups}
+    if axis:
+        parts, each = case.recipe.parts(step.gpus), case.images_each(step)
+        lines = sweep(ways(case, step), axis, values, gpus=gpus, batch=gpus * each, parts=parts)
+        points = {name: [(x, s.step_s, s.images_per_s, s.exposed_s) for x, s in line] for name, line in lines.items()}
+        alone = {name: line[0][1].images_per_s / line[0][1].gpus for name, line in lines.items()}
+        speedups = {name: [(x, s.images_per_s / alone[name]) for x, s in line] for name, line in lines.items()}
+        document["sweep"] = {"axis": axis, "images_a_gpu": each, "parts": parts, "points": points, "speedups": speedups}
     folder = output_folder(arguments.out, arguments.recipe, "simulated")
     write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
     files = ["simulation.json"]
@@ -50,13 +52,13 @@ def run(arguments: SimulateArguments) -> int:
 
         write_text(folder / "report.html", page([_record(case, step, arguments.recipe.stem)]))
         files.append("report.html")
-        if lines:
-            rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
-            shares = {name: [(n, speedup / n) for n, speedup in line] for name, line in speedups.items()}
-            panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
-            title = f"{cluster.name}, {each} images a GPU"
-            title += f" in {parts} parts" if parts > 1 else ""
-            draw(folder / "sweep.html", title, panels, x_label="GPUs", x_log=True)
+        if axis:
+            rates, late = ({name: [(row[0], row[i]) for row in rows] for name, rows in points.items()} for i in (2, 3))
+            panels = [Panel("images/s", rates, log=True), Panel("exposed communication, s", late)]
+            if of_gpus:
+                panels[1] = Panel("efficiency", {k: [(n, speed / n) for n, speed in v] for k, v in speedups.items()})
+            title = f"{cluster.name}, {each} images a GPU" + (f" in {parts} parts" if parts > 1 else "")
+            draw(folder / "sweep.html", title, panels, x_label=axis, x_log=True)
             files.append("sweep.html")
     except InputError as error:
         say(f"no page: {error}")

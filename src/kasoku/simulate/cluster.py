@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ _FINITE = Range(at_least=0, below=10**12)  # with larger numbers a simulation wo
 Amount = Annotated[float, _FINITE]
 Positive = Annotated[float, Range(above=0, below=10**12)]
 Count = Annotated[int, Range(at_least=1, below=10**12)]
+Share = Annotated[float, Range(above=0, at_most=1)]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Gpu(Checked):
         tflops: peak of matrix products in the precision of training.
         memory_gb_s: bandwidth of its memory.
         spread: standard deviation of the logarithm of the speeds of many such GPUs.
+        jitter: that of the times of one such GPU's steps.
+        compute_share: the speed of computing that is left during a transfer.
         usd_hour: the price of an hour.
         precision: the precision of these times, which precision = "auto" selects; fp16 comes with loss scaling.
         source: the source of these numbers.
@@ -44,8 +48,10 @@ class Gpu(Checked):
     tflops: Positive
     memory_gb_s: Positive
     spread: Amount = 0.0
+    jitter: Amount = 0.0
+    compute_share: Share = 1.0
     usd_hour: Amount = 0.0
-    precision: Literal["bf16", "fp16"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     source: str = ""
 
     network = "resnet50"
@@ -60,13 +66,15 @@ class Gpu(Checked):
 class ClusterNode(Checked):
     """One machine. A GPU sends `port_gb_s` within its node; each of the `nics` sends `nic_gb_s` out of it.
 
-    Both are rates of one direction; both directions have them at the same time.
+    The GPUs of a NIC share `pcie_gb_s` on their way to it, 0: no limit. All are rates of one direction; both directions
+    have them at the same time.
     """
 
     gpus: Count
     port_gb_s: Amount
     nics: Count = 1
     nic_gb_s: Amount = 0.0
+    pcie_gb_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +105,7 @@ class Protocol(Checked):
     start_us: Amount
     ring_us: Annotated[tuple[float, float], _FINITE]
     tree_us: Annotated[tuple[float, float], _FINITE]
-    share: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    share: Share = 1.0
     tree_more_us: Amount = 0.0
 
 
@@ -131,6 +139,7 @@ class Cluster(Checked):
     protocols: tuple[Literal["LL", "LL128", "Simple"], ...] = ("LL", "LL128", "Simple")
     own_protocol: Protocol | None = None
     latency: Positive = 1.0  # a factor on the latencies of the protocols
+    cycle_ms: Amount = 0.0  # how often each rank looks for gradients to send, as by HOROVOD_CYCLE_TIME; 0: at once
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
@@ -176,7 +185,7 @@ class Cluster(Checked):
         if here == there:
             rate = 1e9 * self.node.port_gb_s
             return [("from GPU", start, rate), ("to GPU", stop, rate)]
-        nic, rate = start % each * nics // each, 1e9 * self.node.nic_gb_s
+        nic, rate = start % each * nics // each, 1e9 * min(self.node.nic_gb_s, self.node.pcie_gb_s or math.inf)
         links = [("from NIC", here * nics + nic, rate), ("to NIC", there * nics + nic, rate)]
         if racks and racks.uplink_gb_s and here // racks.nodes != there // racks.nodes:
             rate = 1e9 * racks.uplink_gb_s

@@ -26,8 +26,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
-import numpy as np
-
 from kasoku.core import InputError
 from kasoku.distributed import Hierarchical, Mean, Reducer, Wire
 from kasoku.distributed.ddp.cost_model import LinkModel
@@ -144,7 +142,7 @@ def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fa
         for name, shape in shapes
         for protocol in cluster.table
     )
-    return Fastest(choices=choices)
+    return Fastest(compute_share=cluster.device.compute_share, choices=choices)
 
 
 def contended_s(cluster: Cluster, flows: Iterable[Flow]) -> float:
@@ -193,17 +191,15 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
     """
     nodes, node, racks = cluster.nodes_for(gpus), cluster.node, cluster.racks
     each, high = gpus // nodes, gpus // width
-    ranks = np.arange(gpus)
 
     def outgoing(size: int) -> float:
-        """The bytes that the busiest group of `size` consecutive GPUs sends to others, for each byte of a rank."""
-        places = ranks // size * width + ranks % width  # of a GPU: its group, and its place in its row
-        inside = np.bincount(places, minlength=-(-gpus // size) * width).reshape(-1, width)
-        return float((inside * (high - inside)).sum(1).max()) / high
+        """The bytes that a group of `size` consecutive GPUs sends to others, for each byte of a rank."""
+        rows, more = divmod(min(size, gpus), width)  # a smaller group at the end sends at most as many
+        return (more * (rows + 1) * (high - rows - 1) + (width - more) * rows * (high - rows)) / high
 
     busiest_s = [(-(-each // width) - 1) / high / (1e9 * node.port_gb_s) if each > 1 else 0.0]
     if nodes > 1:
-        busiest_s.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
+        busiest_s.append(outgoing(each) / node.nics / (1e9 * min(node.nic_gb_s, node.pcie_gb_s or math.inf)))
     if racks and racks.uplink_gb_s:  # the last rack may not be full
         busiest_s.append(outgoing(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
     return AlgorithmCost(int(nodes == 1), int(nodes > 1), byte_s=max(busiest_s))

@@ -2,7 +2,8 @@
 
 Note: a step of b images takes alpha + beta b. Alpha (kernel launches, updates) is divided equally among the layers, and
 beta by their work: the larger of the time of their products at the GPU's peak and of the time of their outputs at its
-memory bandwidth. A third of it is forward. The total is measured; only the division among layers is computed.
+memory bandwidth. A third of it is forward. The total is measured; only the division among layers is computed. A layer
+of a network that no GPU was measured with takes at least the time in which its weights pass through memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kasoku.simulate.cluster import Gpu
 
 Steps = tuple[int, dict[str, tuple[float, float]]]  # their images; by block the seconds of forward and backward
 _TOUCHED = 3.0  # times an output passes through memory: written, read by the next layer, read or written by its norm
+_MOVED = 32.0  # bytes of a weight in a step, in fp32: read both ways, its gradient written; five times in the update
 _RESNET50 = 4.089e9  # products of an image of 224 pixels in all layers with parameters
 _TOLERANCE = 0.01  # of these: the effect of another number of classes
 _FORWARD = 1 / 3  # of a step
@@ -51,7 +53,6 @@ class ModelCosts:
         tensors: the gradients, with layers numbered in the order of their forwards.
         defined: the gradients, with layers numbered in the order of definition, by which buckets are planned.
         modules: the names of all modules, also of those without parameters.
-        norms: the number of its BatchNorms.
     """
 
     name: str
@@ -59,7 +60,6 @@ class ModelCosts:
     tensors: tuple[Sized, ...]
     defined: tuple[Sized, ...]
     modules: frozenset[str] = frozenset()
-    norms: int = 0
 
     @property
     def products(self) -> float:
@@ -123,7 +123,7 @@ def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts
         LayerCost(units.modules[i][0], *work.get(i, (0.0, 0.0)), channels.get(units.modules[i][1], 0)) for i in order
     )
     modules = frozenset(part for part, _ in model.named_modules())
-    return ModelCosts(name, layers, tuple(units.tensors), defined, modules, len(channels))
+    return ModelCosts(name, layers, tuple(units.tensors), defined, modules)
 
 
 @cache
@@ -145,9 +145,12 @@ def units(
         return _profiled_units(profile, net, work, images, slower)
     if not sum(work):
         raise InputError(f"{net.name}: no layer with parameters does any work: a network that trains is wanted")
-    beta_s = 1e-3 * gpu.beta_ms * (1.0 if net.measured(gpu) else sum(work) / sum(_measured().work(gpu)))
-    fixed_s = 1e-3 * gpu.alpha_ms * slower / len(net.layers)
-    seconds = [fixed_s + beta_s * images * slower * mine / sum(work) for mine in work]
+    fixed_s, image_s = [1e-3 * gpu.alpha_ms / len(work)] * len(work), 1e-3 * gpu.beta_ms / sum(work)
+    if not net.measured(gpu):
+        image_s *= sum(work) / sum(_measured().work(gpu))
+        weights = [sum(t.elements for t in net.tensors if t.unit == i) for i in range(len(work))]
+        fixed_s = [max(s, _MOVED * n / gpu.memory_gb_s / 1e9) for s, n in zip(fixed_s, weights, strict=True)]
+    seconds = [slower * (s + image_s * images * mine) for s, mine in zip(fixed_s, work, strict=True)]
     return [
         UnitTimes(layer.name, _FORWARD * each_s, (1 - _FORWARD) * each_s)
         for layer, each_s in zip(net.layers, seconds, strict=True)

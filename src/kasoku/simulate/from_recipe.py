@@ -15,8 +15,8 @@ from kasoku.config.recipe import Recipe, network
 from kasoku.config.updates import data_info, evaluations, growth, pixel_share, updates, updates_in_epoch
 from kasoku.core import InputError
 from kasoku.data import Facts
-from kasoku.distributed import Mean, OneBucket, Overlap, Planned, Policy
-from kasoku.distributed.ddp.bucket_plan import Graded
+from kasoku.distributed import Fixed, Mean, OneBucket, Overlap, PerLayer, Planned, Policy
+from kasoku.distributed.ddp.bucket_plan import MIB, Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.collectives import flat
@@ -24,6 +24,9 @@ from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
 _MS = 1e3
 _SLICES = 20  # of an epoch, in each of which all steps are alike
+# of a sweep: GPUs with equal shares, GPUs that share the batch, images of a GPU, of a step, MiB of DDP's groups
+AXES = ("gpus", "strong", "images", "batch", "bucket_mib")
+_JOIN_S = 265 / 98_304  # of each rank in the start of NCCL's communicators, which is linear (NCCLX, arXiv 2510.20171)
 _FEW = 16  # images that share BatchNorm statistics: fewer get a remark
 
 
@@ -54,6 +57,12 @@ class Scenario:
     def with_sharing(self, sharing: Sharing) -> Scenario:
         return replace(self, simulator=replace(self.simulator, sharing=sharing))
 
+    def planned(self, step: SimulatedStep) -> Scenario:
+        """With the groups of a step, which are then not searched again."""
+        shared = self.simulator.sharing
+        own = replace(shared, policy=step.inputs.plan, next_forward=step.inputs.late)
+        return self if shared.asynchronous else self.with_sharing(own)
+
     def step(self, gpus: int) -> SimulatedStep:
         """A step of the recipe's batch. Raises InputError where the GPUs cannot share it."""
         self.simulator.cluster.nodes_for(gpus)
@@ -69,7 +78,7 @@ class Scenario:
 
     def steps(self, step: SimulatedStep) -> list[tuple[SimulatedStep, float]]:
         """The kinds of steps of the training, and their numbers; `step` is one of the recipe's batch."""
-        recipe, shared, parts = self.recipe, self.simulator.sharing, self.recipe.parts(step.gpus)
+        recipe, shared, parts = self.recipe, self.planned(step).simulator.sharing, self.recipe.parts(step.gpus)
         counts: dict[tuple[int, float, bool], float] = defaultdict(float)
         pace, plain = shared.asynchronous, (1, 1.0, False)
         slices = _SLICES if pace or any(technique.changes_resolution for technique in recipe.techniques) else 1
@@ -79,8 +88,6 @@ class Scenario:
             for at in (epoch + part * (i + 0.5) / slices for i in range(slices)):
                 synchronous = bool(pace and (at < pace.warmup or 0 < pace.finish <= at))
                 counts[grown, pixel_share(recipe, at, self.facts.side), synchronous] += count
-        if not pace:
-            shared = replace(shared, policy=step.inputs.plan, next_forward=step.inputs.late)
 
         def simulated(grown: int, pixels: float, synchronous: bool) -> SimulatedStep:
             own = Sharing(pace.buckets) if pace and synchronous else shared  # as Asynchronous' own Overlap
@@ -94,7 +101,7 @@ class Scenario:
         costs = self.simulator.cluster.costs
         # forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm
         passes = round(TEST_PASSES[self.recipe.evaluate.views] * self.facts.tested)
-        if self.simulator.net.norms:
+        if any(layer.norm for layer in self.simulator.net.layers):
             renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
             passes += min(sum(t.images or self.facts.images for t in renewing), self.facts.images)
         rows = dict.fromkeys(("forward", "backward", "exposed"), 0.0)
@@ -105,17 +112,16 @@ class Scenario:
             rows["backward"] += computing * ways[1]
             rows["exposed"] += count * own.exposed_s
         evaluate_s = evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, passes)
-        return {"start": costs.setup_s, "first epoch": costs.first_epoch_s, **rows, "evaluate": evaluate_s}
+        start_s = costs.setup_s or (_JOIN_S * step.gpus if step.gpus > 1 else 0.0)
+        return {"start": start_s, "first epoch": costs.first_epoch_s, **rows, "evaluate": evaluate_s}
 
     def document(self, step: SimulatedStep) -> dict[str, Any]:
         """All figures of a step and of the training, for a JSON file."""
         rows = self.rows(step)
-        parts = self.recipe.parts(step.gpus)
-        alone = self.simulator.step(1, self.images_each(step), parts=parts)
+        alone = self.simulator.step(1, self.images_each(step), parts=self.recipe.parts(step.gpus))
         training_s = sum(rows.values())
-        same = ("gpus", "step_s", "compute_s", "exposed_s", "images_per_s")
         return {
-            **{name: getattr(step, name) for name in same},
+            **{name: getattr(step, name) for name in ("gpus", "step_s", "compute_s", "exposed_s", "images_per_s")},
             "batch": step.images,
             "jitter_s": step.straggler_s,
             "exchange_s" if step.inputs.asynchronous else "all_reduce_s": step.link_s,
@@ -172,7 +178,7 @@ class Scenario:
         if not profile and any(technique.saves_memory for technique in recipe.techniques):
             lines.append("SavedMemory: its recomputation is not simulated; a profile includes it")
         shared = recipe.images_per_norm(step.gpus)
-        if simulator.net.norms and shared < _FEW:
+        if shared < _FEW and any(layer.norm for layer in simulator.net.layers):
             lines.append(
                 f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy "
                 "and cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He "
@@ -231,46 +237,59 @@ def sharing(recipe: Recipe) -> Sharing:
     return Sharing(policy, late, reducer=exchange.reducer)
 
 
-def sweep(base: Scenario, gpus: Sequence[int], step: SimulatedStep) -> dict[str, list[SimulatedStep]]:
-    """Steps at each number of GPUs with the images a GPU of `step`, under each way to share gradients.
-
-    The ways are: nothing hidden, hidden behind backward, and the recipe's own.
-    """
-    simulator, plan, late = base.simulator, step.inputs.plan, step.inputs.late
-    shared, parts, images = simulator.sharing, base.recipe.parts(step.gpus), base.images_each(step)
-    ways = {
-        "one group after backward": replace(shared, policy=OneBucket(), next_forward=False, asynchronous=None),
-        "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, asynchronous=None),
-    }
+def ways(base: Scenario, step: SimulatedStep) -> dict[str, Simulator]:
+    """The ways to share gradients that a sweep compares: those of others, and the recipe's own."""
+    simulator, pace = base.simulator, base.simulator.sharing.asynchronous
+    shared = replace(simulator.sharing, asynchronous=None, next_forward=False)
     # asynchronous ranks are compared with all-reduces in 16 bits
-    usual = replace(simulator, net=simulator.net.with_gradients(2)) if shared.asynchronous else simulator
-    simulators = {name: replace(usual, sharing=way) for name, way in ways.items()}
-    if shared.asynchronous:
-        simulators["asynchronous"] = simulator
-    elif step.gpus > 1:
-        name = f"{plan.policy}{', also behind the next forward' if late else ''}"
-        simulators[name] = replace(simulator, sharing=replace(shared, policy=plan, next_forward=late))
-    return {name: [each.step(n, n * images, parts=parts) for n in gpus] for name, each in simulators.items()}
+    usual = replace(simulator, net=simulator.net.with_gradients(2)) if pace else simulator
+    policies = {
+        "one group after backward": OneBucket(),
+        "a group a layer behind backward": PerLayer(),
+        "DDP's groups behind backward": Fixed(),
+        "graded groups behind backward": Graded(),
+    }
+    simulators = {name: replace(usual, sharing=replace(shared, policy=policy)) for name, policy in policies.items()}
+    if pace or step.gpus > 1:
+        late = ", also behind the next forward" if step.inputs.late else ""
+        simulators["asynchronous" if pace else step.inputs.plan.policy + late] = base.planned(step).simulator
+    return simulators
+
+
+def sweep(
+    ways: Mapping[str, Simulator], axis: str, values: Sequence[int], *, gpus: int, batch: int, parts: int = 1
+) -> dict[str, list[tuple[int, SimulatedStep]]]:
+    """Steps of each way at values of one of AXES; `gpus`, `batch`: what it does not vary."""
+
+    def step(way: Simulator, x: int) -> SimulatedStep:
+        if axis == "bucket_mib" and isinstance(way.sharing.policy, Fixed):
+            way = replace(way, sharing=replace(way.sharing, policy=Fixed(x * MIB)))
+        at = {"gpus": (x, x * (batch // gpus)), "strong": (x, batch), "images": (gpus, x * gpus), "batch": (gpus, x)}
+        return way.step(*at.get(axis, (gpus, batch)), parts=parts)
+
+    return {name: [(x, step(way, x)) for x in values] for name, way in ways.items()}
 
 
 def sizes(
     cluster: Cluster, low: int, high: int, count: int = 60, *, fits: Callable[[int], bool] = lambda _: True
 ) -> list[int]:
-    """Numbers of GPUs from low to high, evenly spaced in their logarithms, that fill their nodes and pass `fits`.
+    """Numbers of GPUs from low to high that fill their nodes and pass `fits`, as `spaced` takes them.
 
     Raises InputError for a range that the cluster does not hold.
     """
-    if not 1 <= low <= high:
-        raise InputError(f"sweep gpus={low}:{high}: from at least 1 up to more")
     if high > cluster.most:
         raise InputError(f"sweep gpus={low}:{high}: {cluster.name} has {cluster.most:,} GPUs: sweep up to these")
     possible = [n for n in range(low, high + 1) if cluster.fills(n) and fits(n)]
     if not possible:
         each = cluster.node.gpus
         raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
-    for tries in (count << k for k in range(6)):  # rounding makes some of them equal
-        wanted = [low * (high / low) ** (i / (tries - 1)) for i in range(tries)]
-        numbers = sorted({min(possible, key=lambda n: abs(math.log(n / w))) for w in wanted})
-        if len(numbers) >= min(count, len(possible)):
-            break
-    return numbers
+    return spaced(possible, count, count)
+
+
+def spaced(possible: Sequence[int], count: int = 60, tries: int = 60) -> list[int]:
+    """At least `count` of the possible numbers, in order, about evenly spaced in their logarithms; or all of them."""
+    apart, numbers = (possible[-1] / possible[0]) ** (1 / tries), [possible[0]]
+    for n in possible[1:]:
+        if n >= apart * numbers[-1] or n == possible[-1]:
+            numbers.append(n)
+    return numbers if len(numbers) >= min(count, len(possible)) else spaced(possible, count, 2 * tries)

@@ -13,11 +13,8 @@ from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
 from kasoku.simulate.collectives import flat
 from kasoku.simulate.from_recipe import Scenario, scenario, sharing, sizes
+from kasoku.simulate.step import extremes
 
-# Measured over simulated steps, at the best and at the worst of the published runs that calibrate nothing
-# (benchmarks/simulate_published.py): the ranges of a plan; no simulated step depends on them. Bounds from physics alone
-# were tried (RECORDS.md): too wide to help with a deadline, and one of these runs lay outside
-LEAST, MOST = 0.97, 1.19
 _SIZES = 24  # numbers of GPUs tried with each batch
 _OUTPUTS = 22_228_968  # layer outputs of an image of ResNet-50 at 224 pixels, with which GPUs were measured
 _WORTH = 0.99  # searched groups, or an all-reduce by nodes, must take less than this share of the step's time
@@ -25,19 +22,23 @@ _WORTH = 0.99  # searched groups, or an all-reduce by nodes, must take less than
 
 @dataclass(frozen=True)
 class Choice:
-    """A batch on a number of GPUs, and the seconds and USD of the training."""
+    """A batch on a number of GPUs, the seconds and USD of the training, and factors on them in fast and slow cases."""
 
     scenario: Scenario
     step: SimulatedStep
     seconds: float
     usd: float
+    least: float
+    most: float
 
 
 def choice(base: Scenario, gpus: int) -> Choice:
     """Simulates the recipe on a number of GPUs."""
     step = base.step(gpus)
     seconds = sum(base.rows(step).values())
-    return Choice(base, step, seconds, base.usd(step, seconds))
+    cases = extremes(base.planned(step).simulator)
+    least, most = (replace(base, simulator=case).step(gpus).step_s / step.step_s for case in cases)
+    return Choice(base, step, seconds, base.usd(step, seconds), least, most)
 
 
 def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str] = ()) -> list[Choice]:
@@ -71,7 +72,10 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str]
                 reducer = flat(shared.reducer)
                 graded = base.with_sharing(replace(shared, policy=Graded(), next_forward=False, reducer=reducer))
             counts = sizes(cluster, 1, cluster.most, _SIZES, fits=fitting.__contains__)
-            simulated += [_by_nodes(choice(graded, gpus)) for gpus in counts]
+            # averaged first within nodes of as many ranks as a launcher starts on a machine, if that is faster
+            nodes, each = Hierarchical(0, graded.simulator.sharing.reducer), cluster.node.gpus
+            plain = (choice(graded, gpus) for gpus in counts)
+            simulated += [_if_faster(c, reducer=nodes) if c.step.gpus > each else c for c in plain]
         elif counts and not tight:
             fewer = "larger accumulate" if recipe.norm_batch <= most else "smaller norm_batch"
             tight = f", {most:,} images at once each: a {fewer} takes fewer"
@@ -94,15 +98,6 @@ def _if_faster(plain: Choice, **changes: Any) -> Choice:
     return other if other.step.step_s < _WORTH * plain.step.step_s else plain
 
 
-def _by_nodes(plain: Choice) -> Choice:
-    """The choice with gradients averaged first within nodes, between which the recipe's own reducer averages."""
-    simulator = plain.scenario.simulator
-    if plain.step.gpus <= simulator.cluster.node.gpus:
-        return plain
-    # a node has as many ranks as a launcher starts on a machine
-    return _if_faster(plain, reducer=Hierarchical(0, simulator.sharing.reducer))
-
-
 def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choice:
     """The cheapest by a deadline, or the fastest within a budget, or (both 0) the fastest.
 
@@ -110,18 +105,19 @@ def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choic
     """
     fastest = min(tried, key=lambda c: c.seconds)
     if deadline_s:
-        in_time = [c for c in tried if c.seconds * MOST <= deadline_s]
+        in_time = [c for c in tried if c.seconds * c.most <= deadline_s]
         if not in_time:
-            takes = f"{fastest.seconds:,.0f} s, at worst {fastest.seconds * MOST:,.0f} s, on {fastest.step.gpus:,} GPUs"
+            worst_s = fastest.seconds * fastest.most
+            takes = f"{fastest.seconds:,.0f} s, at worst {worst_s:,.0f} s, on {fastest.step.gpus:,} GPUs"
             raise InputError(f"deadline of {deadline_s:,.0f} s: the fastest plan takes {takes}")
         return min(in_time, key=lambda c: (c.usd or c.seconds * c.step.gpus, c.seconds))
     if budget_usd:
         if not fastest.scenario.simulator.cluster.device.usd_hour:
             raise InputError("--budget: the price of a GPU is unknown: set usd_hour in the cluster's [own_gpu]")
-        paid = [c for c in tried if c.usd * MOST <= budget_usd]
+        paid = [c for c in tried if c.usd * c.most <= budget_usd]
         if not paid:
-            least = min(tried, key=lambda c: c.usd)
-            raise InputError(f"budget of {budget_usd:,.2f} USD: the cheapest plan may cost {least.usd * MOST:,.2f} USD")
+            least_usd = min(c.usd * c.most for c in tried)
+            raise InputError(f"budget of {budget_usd:,.2f} USD: the cheapest plan may cost {least_usd:,.2f} USD")
         return min(paid, key=lambda c: c.seconds)
     return fastest
 

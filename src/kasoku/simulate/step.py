@@ -16,12 +16,15 @@ was measured on 336 V100 of Longhorn and 219 A100 of Lonestar6, each training a 
 median iterations as those of a log-normal law (ln(q75/q25)/1.349): 0.0226 and 0.0208. Source: Sinha et al. 2022 (arXiv
 2208.11035) and Jain et al. 2024 (arXiv 2408.11919), their published tables (hal-uw/blox-pal, aggregated_data, at
 da726cab). The law and its figures were fixed before the published steps that test it were simulated.
+
+Note: jitter, transfers beside computing, ranges. Their laws, figures and sources: docs/simulate.md.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -39,6 +42,7 @@ from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
 
 _FP32 = 4  # bytes of an element
 _POINTS = 4001  # of an integral
+_UNSURE = 0.034  # of computing: the largest residual of a published step that calibrates a GPU
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,8 @@ class Simulator:
     """Simulates steps of any size of a network on a cluster.
 
     Args:
-        spread: standard deviation of the logarithm of the ranks' speeds; None: that of the cluster's GPUs.
+        spread: standard deviation of the logarithm of the ranks' times; None: that of the cluster's GPUs and steps.
+        chance: that no rank of a step is slower than simulated; None: the expected step.
         profile: measured times of the network's blocks, in place of the GPU's shipped times.
         norm_batch: images that share BatchNorm statistics, of several ranks if one has fewer; 0: a rank's own.
     """
@@ -143,6 +148,7 @@ class Simulator:
     spread: float | None = None
     profile: MeasuredTimes | None = None
     norm_batch: int = 0
+    chance: float | None = None
 
     def step(self, gpus: int, batch: int, *, parts: int = 1, pixels: float = 1.0) -> SimulatedStep:
         """A step of `batch` images over `gpus` GPUs; each takes its share in `parts` micro-batches.
@@ -154,15 +160,15 @@ class Simulator:
         if batch < gpus * parts:
             raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
         images = -(-batch // (gpus * parts))  # of the GPU with the most
-        spread = self.cluster.device.spread if self.spread is None else self.spread
-        pace = self.sharing.asynchronous if gpus > 1 else None
+        pace, gpu = self.sharing.asynchronous if gpus > 1 else None, self.cluster.device
+        # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest, but not in each step
+        spread = math.hypot(gpu.spread, 0.0 if pace else gpu.jitter) if self.spread is None else self.spread
         within = self.norm_batch <= images  # BatchNorm's groups, within a rank's share
         if pace and (pace.max_staleness == 0 or not within):
             given = f"max_staleness={pace.max_staleness}, {images} images at once"
             allowed = "max_staleness above 0, and norm_batch at most these images"
             raise InputError(f"{given}: asynchronous ranks are simulated with {allowed}")
-        # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest
-        slower = 1.0 if pace and pace.max_staleness is None else slowest(spread, gpus)
+        slower = 1.0 if pace and pace.max_staleness is None else slowest(spread, gpus, self.chance)
         compute_s = _computing(self.units(images * pixels), parts)
         slow = self.units(images * pixels, slower=slower)
         waits = [0.0] * len(slow)
@@ -178,9 +184,11 @@ class Simulator:
         ]
         inputs = self._inputs(waiting, gpus)
         step = inputs.forecast()
-        slowest_s, norms_s = _computing(slow, parts), 2 * parts * sum(waits)
-        exposed = norms_s + max(0.0, step.exposed_s)  # rounding may leave a negative time
-        late_s = slowest_s - compute_s
+        norms_s, late_s = 2 * parts * sum(waits), _computing(slow, parts) - compute_s
+        # a rank looks for gradients at any moment of a cycle; all wait for the last, after n / (n + 1) of it, the mean
+        # of the largest of n uniform numbers; only before the last collective does nothing else hide this
+        polled_s = 0.0 if gpus == 1 or pace or inputs.late else 1e-3 * self.cluster.cycle_ms * gpus / (gpus + 1)
+        exposed = norms_s + polled_s + max(0.0, step.exposed_s)  # rounding may leave a negative time
         return SimulatedStep(gpus, batch, compute_s, late_s, exposed, step.link_s, inputs, norms_s, pixels)
 
     def _inputs(self, units: Sequence[UnitTimes], gpus: int) -> StepInputs:
@@ -193,23 +201,17 @@ class Simulator:
             plan = replace(plan, order=tuple(Chunk(i, 0, size) for i, size in enumerate(sizes)))  # each sent whole
             link = collectives.exchange_link(self.cluster, gpus)
             inputs = StepInputs(units, tensors, plan, link, False, asynchronous)
-            if asynchronous.every:
-                return inputs
-            steps = 1  # that an exchange of all groups lasts
-            if asynchronous.hidden:
-                once = replace(inputs, asynchronous=replace(asynchronous, every=1)).forecast()
-                steps = math.ceil(once.link_s / once.compute_s - 1e-9) if once.compute_s else 1
-            steps = min(most_local_steps(asynchronous.max_staleness), max(1, steps))
+            once = replace(inputs, asynchronous=replace(asynchronous, every=1)).forecast()
+            steps = math.ceil(once.link_s / (once.compute_s or math.inf) - 1e-9)  # that an exchange of all groups lasts
+            most = most_local_steps(asynchronous.max_staleness) if asynchronous.hidden else 1
+            steps = asynchronous.every or min(most, max(1, steps))
             return replace(inputs, asynchronous=replace(asynchronous, every=steps))
-        link = collectives.link(self.cluster, gpus, sharing.reducer)
-        tensors = self.net.tensors
-        if isinstance(sharing.policy, Planned) and gpus > 1:
-            plan, _, late = search(units, tensors, link, next_forward=late)
-            return StepInputs(units, tensors, plan, link, late)
-        policy = sharing.policy
-        if isinstance(policy, Policy):  # as Overlap does before the first forward
-            policy = policy.plan(self.net.defined)
-        return StepInputs(units, tensors, policy, link, late)
+        link, tensors, groups = collectives.link(self.cluster, gpus, sharing.reducer), self.net.tensors, sharing.policy
+        if isinstance(groups, Planned) and gpus > 1:
+            groups, _, late = search(units, tensors, link, next_forward=late)
+        elif isinstance(groups, Policy):  # as Overlap does before the first forward
+            groups = groups.plan(self.net.defined)
+        return StepInputs(units, tensors, groups, link, late)
 
     def units(self, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
         """The times of the layers on one GPU."""
@@ -221,8 +223,17 @@ class Simulator:
         The time in the cluster's file was measured on many GPUs, so it is a lower bound.
         """
         forward = sum(u.forward_s for u in self.units(max(1, -(-images // gpus))))
-        shared = collectives.link(self.cluster, gpus).seconds(8)
-        return max(self.cluster.costs.evaluation_s, forward + shared)
+        return max(self.cluster.costs.evaluation_s, forward + collectives.link(self.cluster, gpus).seconds(8))
+
+
+def extremes(simulator: Simulator) -> list[Simulator]:
+    """A fast and a slow case of all that is not certain."""
+    cluster, gpu, cases = simulator.cluster, simulator.cluster.device, []
+    for chance, compute, share, latency in ((0.1, 1 - _UNSURE, 1.0, 1.0), (0.9, 1 + _UNSURE, 1 / 1.4, 3.5)):
+        own = replace(gpu, alpha_ms=compute * gpu.alpha_ms, beta_ms=compute * gpu.beta_ms, compute_share=share)
+        other = replace(cluster, gpu="", own_gpu=own, latency=latency * cluster.latency)
+        cases.append(replace(simulator, cluster=other, chance=chance))
+    return cases
 
 
 def _computing(units: Sequence[UnitTimes], parts: int) -> float:
@@ -231,12 +242,14 @@ def _computing(units: Sequence[UnitTimes], parts: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def slowest(spread: float, ranks: int) -> float:
-    """The expected factor of the slowest of `ranks`; the median rank has 1.
+def slowest(spread: float, ranks: int, chance: float | None = None) -> float:
+    """The expected factor of the slowest of `ranks`, or the one that is not exceeded with `chance`; the median has 1.
 
     Maths: the mean of a maximum is the integral of the probability that some rank still computes.
     """
-    if spread == 0:
+    if chance:
+        return math.exp(spread * NormalDist().inv_cdf(chance ** (1 / ranks)))
+    if spread == 0 or ranks == 1:  # one rank waits for nobody
         return 1.0
     x = torch.linspace(math.exp(-9 * spread), math.exp(9 * spread), _POINTS, dtype=torch.float64)
     below = torch.special.ndtr(x.log() / spread)  # the share of ranks with at most x
