@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "core": 2180,
     "optim": 1041,
     "models": 870,
-    "device": 580,
+    "device": 785,
     "data": 4715,
     "distributed": 5930,
     "memory": 2070,
