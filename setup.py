@@ -10,8 +10,12 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-LIBRARIES = {"kasoku.data.decode": ("_jpeg.c", "_pixels.c"), "kasoku.optim.lars": ("_lars.c",)}
-LINKED = {"kasoku.optim.lars": ["dl"]}  # beside libm
+LIBRARIES = {
+    "kasoku.data.decode": ("_jpeg.c", "_pixels.c"),
+    "kasoku.device": ("_conv.c", "_pointwise.c"),
+    "kasoku.optim.lars": ("_lars.c",),
+}
+THREADS = "src/kasoku/core/threads.h"  # of the last two
 
 
 class BuildLibrary(build_ext):
@@ -35,7 +39,8 @@ setup(
         Extension(
             f"{package}._native",
             [f"src/{package.replace('.', '/')}/{source}" for source in sources],
-            libraries=["m", *LINKED.get(package, [])],
+            libraries=["m", "dl"],
+            depends=[THREADS],
             extra_compile_args=["-O3", "-fwrapv"],
             optional=True,
         )

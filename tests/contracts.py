@@ -9,7 +9,7 @@ import torch
 
 from kasoku.core import Constant, Linear
 from kasoku.data import Mix
-from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
+from kasoku.device import Autocast, ChannelsLast, Compile, CpuKernels, LossScale, Seeded
 from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, Recalibrate, Replay, VirtualRanks
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, Rate
@@ -46,6 +46,7 @@ ROWS = [
     Row(ChannelsLast()),
     Row(Clip(norm=0.5), neutral=Clip(norm=float("inf"))),
     Row(Compile(backend="aot_eager"), neutral=Compile(backend="eager")),
+    Row(CpuKernels()),
     Row(EMA(decay=0.8, every=2), neutral=EMA(decay=0.0, warmup=False)),
     Row(LossScale(start=2.0**140, every=3), neutral=LossScale(start=1024.0, every=2), steps=40),
     Row(Mix(0.1, 0.1), neutral=Mix(0.0, 0.0), tolerance=2e-2, steps=60),  # each rank mixes its own share of a batch

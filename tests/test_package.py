@@ -51,8 +51,8 @@ def test_the_wheel_is_one_for_every_python_and_holds_all(dist):
     assert all(tag.startswith("py3-none-manylinux") for tag in facts.get_all("Tag"))
     assert (metadata["License-Expression"], metadata["Author"]) == ("Apache-2.0", "the kasoku authors")
     ours = {name for name in names if name.startswith("kasoku/")}
-    assert ours == {name for name in SOURCES if not name.endswith(".c")} | {
-        f"kasoku/{package}/_native.so" for package in ("data/decode", "optim/lars")
+    assert ours == {name for name in SOURCES if not name.endswith((".c", ".h"))} | {
+        f"kasoku/{package}/_native.so" for package in ("data/decode", "device", "optim/lars")
     }
     assert {Path(name).suffix for name in ours} >= {".toml", ".j2", ".npz", ".typed"}
     assert {f"{info}/licenses/LICENSE", f"{info}/licenses/NOTICE"} <= set(names)

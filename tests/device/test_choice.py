@@ -11,7 +11,7 @@ import torch
 from kasoku.config.toml import parse, table
 from kasoku.core import InputError, Job
 from kasoku.core.hardware import computes_bf16, cores
-from kasoku.device import Autocast, ChannelsLast, Compile, Device, LossScale, choose, tune_malloc
+from kasoku.device import Autocast, ChannelsLast, Compile, CpuKernels, Device, LossScale, choose, select, tune_malloc
 from kasoku.optim import sgd
 
 CPU = torch.device("cpu")
@@ -44,6 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 def test_a_cpu_takes_bf16_only_where_it_computes_it(fast: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(select, "pays", lambda: False)
     chosen = choose(Device(kind="cpu"))
     assert chosen.device == CPU
     if fast:
@@ -55,6 +56,15 @@ def test_a_cpu_takes_bf16_only_where_it_computes_it(fast: bool, monkeypatch: pyt
         assert chosen.techniques == (ChannelsLast(),)
         assert "fp32 (no fast half precision known here)" in chosen.summary
     assert "\n" not in chosen.summary
+
+
+def test_c_kernels_are_chosen_where_they_pay_and_act(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(select, "pays", lambda: True)
+    chosen = choose(Device(kind="cpu", precision="bf16"))
+    assert chosen.techniques == (Autocast("bf16"), ChannelsLast(), CpuKernels())
+    assert "channels_last, C kernels" in chosen.summary
+    for other in ({"precision": "fp32"}, {"channels_last": False}, {"compile": True}, {"kernels": False}):
+        assert CpuKernels() not in choose(Device(**{"kind": "cpu", "precision": "bf16"} | other)).techniques
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from kasoku.core import Job, Linear, StepDecay, Technique, backward_updates
 from kasoku.data import Augment, Dataset, Decoding, GrowBatch, LowResolution, Mix, Shares, Transforms
 from kasoku.data.datasets.base import Memory
 from kasoku.data.decode import nvjpeg
-from kasoku.device import Autocast, ChannelsLast, Compile, Graphs, LossScale, Seeded
+from kasoku.device import Autocast, ChannelsLast, Compile, CpuKernels, Graphs, LossScale, Seeded, cpu_kernels
 from kasoku.distributed import AllReduce, Asynchronous, Overlap, PerLayer, Recalibrate, Replay, VirtualRanks
 from kasoku.memory import SavedMemory
 from kasoku.models import Pretrained
@@ -238,6 +238,11 @@ def channels_last(record: Record) -> str:
     )
 
 
+def by_c(record: Record) -> str:
+    own = [type(m).__name__ for m in record.job.model.modules() if type(m) is nn.Conv2d and "forward" not in vars(m)]
+    return acted(not own, f"torch's kernels for {', '.join(own)}")
+
+
 def clip(record: Record) -> str:
     bound = all(norm <= LIMIT * 1.001 for norm in record.norms)
     return acted(bound and max(record.norms) >= LIMIT * 0.999, f"norms of {record.norms}, the limit is {LIMIT}")
@@ -400,6 +405,12 @@ MEMBERS = [
     Member(ChannelsLast(), "convolution weights and momentum in NHWC order", channels_last),
     Member(Clip(norm=LIMIT), "gradients of exactly the largest norm", clip),
     Member(Compile("counted"), "every block's compiled code in every forward", compiled),
+    Member(
+        CpuKernels(),
+        "a forward of its own in every convolution",
+        by_c,
+        stand_in=partial(mock.patch.object, cpu_kernels, "pays", lambda: True),
+    ),
     Member(
         Decoding("nvjpeg"),
         "images from the decoder that stands in for nvJPEG",

@@ -2,6 +2,7 @@
 
 from kasoku.device.channels_last import ChannelsLast
 from kasoku.device.compile import Compile
+from kasoku.device.cpu_kernels import CpuKernels
 from kasoku.device.cuda_graphs import Graphs
 from kasoku.device.half_precision import Autocast, LossScale
 from kasoku.device.seeding import Seeded
@@ -12,6 +13,7 @@ __all__ = [
     "ChannelsLast",
     "Chosen",
     "Compile",
+    "CpuKernels",
     "Device",
     "Graphs",
     "LossScale",

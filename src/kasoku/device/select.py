@@ -13,6 +13,7 @@ from kasoku.core import Checked, InputError, Range, Technique
 from kasoku.core.hardware import computes_bf16, cores
 from kasoku.device.channels_last import ChannelsLast
 from kasoku.device.compile import Compile
+from kasoku.device.cpu_kernels import CpuKernels, pays
 from kasoku.device.cuda_graphs import Graphs
 from kasoku.device.half_precision import DTYPES, Autocast, LossScale
 
@@ -34,6 +35,7 @@ class Device(Checked):
         graphs: replay CUDA graphs.
         threads: of the CPU, from 0 to 4096; 0: all cores the process may use, shared among the ranks of this host.
         malloc: tune glibc's allocator on a CPU.
+        kernels: compute some operations by kasoku's own C code, on CPUs where it is faster than torch's.
         deterministic: the same bits on every run, also on CUDA; slower there.
         hang_timeout_s: a rank without a step for this long has hung; 0 or more; 0: the larger of 60 s and 10 median
             steps. A rank that waits for its input has two minutes more.
@@ -46,6 +48,7 @@ class Device(Checked):
     graphs: bool = False
     threads: Annotated[int, Range("0 takes all cores", at_least=0, at_most=4096)] = 0
     malloc: bool = True
+    kernels: bool = True
     deterministic: bool = False
     hang_timeout_s: Annotated[float, Range("0 chooses seconds by the steps", at_least=0)] = 0.0
 
@@ -91,11 +94,13 @@ def choose(settings: Device, *, local_rank: int = 0, local_size: int = 1) -> Cho
     precision, why = _precision(settings.precision, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     half = [] if precision == "fp32" else [Autocast(precision)]
+    by_c = settings.kernels and not settings.compile and (device.type, precision) == ("cpu", "bf16") and pays()
     wanted: dict[str, tuple[bool, type[Technique]]] = {  # by their names in the summary
         "channels_last": (settings.channels_last, ChannelsLast),
         "loss scaling": (precision == "fp16", LossScale),
         "compiled blocks": (settings.compile, Compile),
         "CUDA graphs": (settings.graphs, Graphs),
+        "C kernels": (by_c and settings.channels_last, CpuKernels),
     }
     techniques = {name: kind() for name, (is_wanted, kind) in wanted.items() if is_wanted}
     words = [f"{name} ({threads} thread{'s' * (threads > 1)})", f"{precision} ({why})", *techniques]

@@ -2,8 +2,7 @@
 
    Sums: a block's squares are added in double, blocks in their order, so that the number of threads changes no bit. */
 
-#define _GNU_SOURCE
-#include <dlfcn.h>
+#include "../../core/threads.h"
 #include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -37,8 +36,7 @@ typedef struct {
     size_t count;
     double *squares;      /* of w and g, for each block of each tensor */
     atomic_int *added_up; /* threads that have the squares of a tensor */
-    int (*count_threads)(void), (*number_thread)(void); /* of OpenMP; NULL: one thread */
-    int used; /* how many threads worked */
+    int used;             /* how many threads worked */
 } Step;
 
 WIDE static double sum_of_squares(const float *x, int64_t n) {
@@ -74,10 +72,9 @@ static void wait_for(atomic_int *counter, int least) {
         if (turn > 1000) sched_yield();
 }
 
-static void work(void *given) {
+static void work(void *given, Thread thread) {
     Step *step = given;
-    int number = step->number_thread ? step->number_thread() : 0;
-    int threads = step->count_threads ? step->count_threads() : 1;
+    int number = thread.number, threads = thread.count;
     double *squares = step->squares;
     if (number == 0) step->used = threads;
     for (size_t k = 0; k < step->count; k++) {
@@ -101,15 +98,7 @@ static void work(void *given) {
     }
 }
 
-/* Whether both functions stand in one library: the thread numbers of another OpenMP would be wrong. */
-static int together(void *f, void *g) {
-    Dl_info one, other;
-    return dladdr(f, &one) && dladdr(g, &other) && one.dli_fbase == other.dli_fbase;
-}
-
-/* Moves tensors by their rules, on at most `threads` threads of torch's OpenMP: after each of torch's operations these
-   spin for a while, and would take the cores from others. Without GOMP_parallel one thread does it all.
-   Returns how many threads did it; 0: there was no memory, and nothing was done. */
+/* Moves tensors by their rules. Returns how many threads did it; 0: there was no memory, and nothing was done. */
 int kasoku_lars_step(const Tensor *tensors, const Numbers *numbers, size_t count, int threads) {
     int64_t blocks = 0;
     for (size_t k = 0; k < count; k++) blocks += (tensors[k].n + BLOCK - 1) / BLOCK;
@@ -117,15 +106,8 @@ int kasoku_lars_step(const Tensor *tensors, const Numbers *numbers, size_t count
     atomic_int *added_up = calloc(count + 1, sizeof(atomic_int));
     int used = 0;
     if (squares && added_up) {
-        void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        Step step = {tensors, numbers, count, squares, added_up, NULL, NULL, 0};
-        step.count_threads = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
-        step.number_thread = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
-        if (parallel && step.count_threads && step.number_thread && together(parallel, step.count_threads) &&
-            together(parallel, step.number_thread))
-            parallel(work, &step, (unsigned)threads, 0);
-        else
-            step.count_threads = step.number_thread = NULL, work(&step);
+        Step step = {tensors, numbers, count, squares, added_up, 0};
+        run_on_threads(work, &step, threads);
         used = step.used;
     }
     free(squares), free(added_up);

@@ -1,0 +1,147 @@
+"""kasoku's C kernels for CPUs with AVX-512 bf16: their results, and which layers take them."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kasoku.core import Job
+from kasoku.device import Autocast, ChannelsLast, Compile, CpuKernels, cpu_kernels
+from kasoku.device.cpu_kernels import weight_gradient
+from kasoku.memory import SavedMemory
+from kasoku.models import cifarnet
+from kasoku.optim import sgd
+
+LAST = torch.channels_last
+on_avx512 = pytest.mark.skipif(cpu_kernels.library() is None, reason="no AVX-512 bf16 here, or no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_put_back():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pays(monkeypatch):
+    """As on a processor without AMX."""
+    monkeypatch.setattr(cpu_kernels, "pays", lambda: True)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16().to(memory_format=LAST)
+
+
+def shapes(count: int):
+    """Convolutions of many kinds: (layer, input)."""
+    draw = random.Random(0)
+    for _ in range(count):
+        kernel, stride = ((draw.choice(sizes), draw.choice(sizes)) for sizes in ((1, 2, 3, 5, 7), (1, 1, 2, 3)))
+        padding = tuple(draw.randrange(size + 1) for size in kernel)
+        channels_in, channels = draw.choice((1, 3, 6, 17, 24, 64, 70, 130)), draw.choice((1, 5, 16, 24, 64, 96, 129))
+        size = [side + draw.choice((0, 1, 8, 39)) for side in kernel]
+        layer = nn.Conv2d(channels_in, channels, kernel, stride, padding, bias=False)
+        yield layer, bf16(draw.choice((1, 2, 3, 5, 8, 17)), channels_in, *size)
+
+
+@on_avx512
+def test_weight_gradients_are_sums_of_exact_products_on_any_number_of_threads():
+    torch.manual_seed(0)
+    for layer, x_NCHW in shapes(60):
+        with torch.no_grad():
+            dy_NCHW = torch.randn_like(layer(x_NCHW.float())).bfloat16().to(memory_format=LAST)
+        exact = torch.nn.grad.conv2d_weight(
+            x_NCHW.double(), layer.weight.shape, dy_NCHW.double(), layer.stride, layer.padding
+        )
+        torch.set_num_threads(1)
+        dw = weight_gradient(x_NCHW, dy_NCHW, layer)
+        assert (dw - exact).abs().max() <= 3e-6 * exact.abs().max(), layer
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(weight_gradient(x_NCHW, dy_NCHW, layer), dw), layer
+
+
+@on_avx512
+def test_gelu_of_every_bf16_number_and_its_slope_are_exact_before_rounding():
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    x = every.view(1, 64, 32, 32).clone(memory_format=LAST).requires_grad_()
+    exact_x = x.detach().double().requires_grad_()
+    layer, exact = nn.GELU(), functional.gelu(exact_x)
+    out = cpu_kernels._gelu(layer, x)
+    assert type(out.grad_fn).__name__ == "_GeluBackward"
+    out.backward(torch.ones_like(out))
+    exact.backward(torch.ones_like(exact))
+    assert torch.equal(out.isnan(), functional.gelu(x.detach()).isnan())
+    finite = x.isfinite() & exact.isfinite()
+    for ours, theirs in ((out, exact), (x.grad, exact_x.grad)):
+        error = (ours.double() - theirs).abs()[finite]
+        assert (error <= 2e-6 + 2**-8 * theirs.abs()[finite]).all()
+
+
+@on_avx512
+@pytest.mark.parametrize("shape", [(3, 5, 4, 4), (2, 64, 31, 31), (4, 24, 7, 5), (1, 1, 2, 3)])
+def test_max_pools_have_torch_s_bits_with_equal_values_and_nan(shape: tuple[int, ...]):
+    layer = nn.MaxPool2d(2)
+    for values in (torch.randn(shape), torch.randint(-1, 2, shape) * -0.0, torch.randint(0, 3, shape).float()):
+        values[0, 0, 0, 0] = float("nan")
+        ours, theirs = (values.bfloat16().to(memory_format=LAST).requires_grad_() for _ in range(2))
+        out, expected = cpu_kernels._pool(layer, ours), layer(theirs)
+        assert type(out.grad_fn).__name__ == "_PoolBackward"
+        dy = torch.randn_like(expected)
+        out.backward(dy)
+        expected.backward(dy)
+        assert torch.equal(*(y.nan_to_num(9).view(torch.int16) for y in (out, expected)))
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def by_c(module: nn.Module) -> bool:
+    """Whether the forward of a module is one of CpuKernels."""
+    return getattr(vars(module).get("forward"), "__module__", None) == cpu_kernels.__name__
+
+
+def trained(*techniques, steps: int = 3) -> tuple[Job, list[torch.Tensor]]:
+    """A job after some steps, and the gradients of the last one."""
+    torch.manual_seed(0)
+    job = Job(cifarnet(10, 3, widths=(16, 32)), partial(sgd, lr=0.01)).apply(ChannelsLast(), *techniques)
+    x_NCHW, y_N = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+    for _ in range(steps):
+        job.optimizer.zero_grad()
+        job.backward(job.loss(job.model(x_NCHW), y_N))
+        gradients = [p.grad.clone() for p in job.model.parameters() if p.grad is not None]
+        job.optimizer.step()
+    return job, gradients
+
+
+@on_avx512
+@pytest.mark.usefixtures("pays")
+def test_gradients_are_as_close_to_float32_as_torch_s_in_bf16():
+    (_, exact), (_, theirs), (job, ours) = (
+        trained(steps=1),
+        trained(Autocast(), steps=1),
+        trained(Autocast(), CpuKernels(), steps=1),
+    )
+    assert {type(m) for m in job.model.modules() if by_c(m)} == {nn.Conv2d, nn.GELU, nn.MaxPool2d}
+    assert any(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    of_ours, of_theirs = (
+        sum(float((a - b).norm() / b.norm()) for a, b in zip(some, exact, strict=True)) for some in (ours, theirs)
+    )
+    assert of_ours <= 1.1 * of_theirs
+    job.close()
+    assert not any("forward" in vars(m) for m in job.model.modules())
+
+
+@pytest.mark.usefixtures("pays")
+def test_it_changes_no_bit_in_float32_and_no_layer_that_another_technique_runs(capsys):
+    assert all(map(torch.equal, trained()[1], trained(CpuKernels())[1]))
+    saved = SavedMemory(factor=1, show=False)
+    job, _ = trained(Autocast(), saved, CpuKernels(), steps=1)
+    planned = [m for m in job.model.modules() if "saved_memory" in vars(m)]
+    assert planned
+    assert not any(map(by_c, planned))
+    job, _ = trained(Autocast(), Compile(backend="eager"), CpuKernels(), steps=1)
+    assert not any(map(by_c, job.model.modules()))
+    assert "CpuKernels: the kernels of compiled blocks are the compiler's" in capsys.readouterr().err
