@@ -158,7 +158,8 @@ class ArcCotangent(Schedule):
     is in 90ths of the training, since the curve was published for 90 epochs.
 
     Args:
-        turn: the time at which the factor is one half, any number; below 1: a share of the training, else an epoch.
+        turn: the time at which the factor is one half, any number; a share of the training if it is smaller than 1,
+            else an epoch.
         decay: any number but 0, in the unit of d; a smaller one falls faster around the turn.
 
     Ref: [000] 4.1.2; the form of the team's published MLPerf v0.6 code: the printed formula contradicts its own text.

@@ -84,7 +84,7 @@ class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_re
 
     Args:
         side: the most pixels of the height and of the width, at least 1.
-        until: the time at which images become whole, 0 or more; below 1: a share of the training, else an epoch.
+        until: the time at which images become whole, 0 or more; smaller than 1: a share of the training, else an epoch.
         epochs: the length of the training, 0 or more; 0: the recipe's.
 
     Saves: the share of the arithmetic that the left-out pixels had, in those epochs.
