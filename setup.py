@@ -15,7 +15,7 @@ LIBRARIES = {
     "kasoku.device": ("_conv.c", "_pointwise.c"),
     "kasoku.optim.lars": ("_lars.c",),
 }
-THREADS = "src/kasoku/core/threads.h"  # of the last two
+OPENMP = "src/kasoku/core/openmp.h"
 
 
 class BuildLibrary(build_ext):
@@ -40,7 +40,7 @@ setup(
             f"{package}._native",
             [f"src/{package.replace('.', '/')}/{source}" for source in sources],
             libraries=["m", "dl"],
-            depends=[THREADS],
+            depends=[OPENMP],
             extra_compile_args=["-O3", "-fwrapv"],
             optional=True,
         )

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="steps of each side")
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS], default=[*NETWORKS], help="some of them")
     arguments = parse(parser)
-    if not cpu_kernels.pays():
+    if not cpu_kernels.pays(torch.get_num_threads()):
         raise SystemExit(f"{CpuKernels.__name__} does nothing on this processor: no AVX-512 bf16, or AMX")
     ratios, ms = {}, {}
     for network in arguments.networks:

@@ -44,7 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 def test_a_cpu_takes_bf16_only_where_it_computes_it(fast: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(select, "pays", lambda: False)
+    monkeypatch.setattr(select, "pays", lambda threads: False)
     chosen = choose(Device(kind="cpu"))
     assert chosen.device == CPU
     if fast:
@@ -59,7 +59,7 @@ def test_a_cpu_takes_bf16_only_where_it_computes_it(fast: bool, monkeypatch: pyt
 
 
 def test_c_kernels_are_chosen_where_they_pay_and_act(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(select, "pays", lambda: True)
+    monkeypatch.setattr(select, "pays", lambda threads: True)
     chosen = choose(Device(kind="cpu", precision="bf16"))
     assert chosen.techniques == (Autocast("bf16"), ChannelsLast(), CpuKernels())
     assert "channels_last, C kernels" in chosen.summary

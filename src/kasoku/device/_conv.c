@@ -9,7 +9,7 @@
    interleaved vectors stay in the level-2 cache. A unit of work is a tile of dw over some of the images. What the units
    are, and so the order of all sums, depends on the shape alone, not on the number of threads. */
 
-#include "../core/threads.h"
+#include "../core/openmp.h"
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -24,7 +24,7 @@
 #define MOST(a, b) ((a) > (b) ? (a) : (b))
 enum { LANES = 16, VECTORS = 4, TILE = LANES * VECTORS, SINGLES = 6 };
 enum { BAND = 128 << 10, SUMS = 360 << 10 }; /* bytes of a band's vectors, and of a unit's sums */
-enum { UNITS = 32, FULL = 42 }; /* units at least; of SINGLES in a unit at most */
+enum { UNITS = 32, FULL = 42 }; /* units of work at least, if there are images; times SINGLES in one at most */
 
 typedef struct {
     int64_t images, rows_in, columns_in, channels_in, rows, columns, channels, kernel_rows, kernel_columns;
@@ -175,8 +175,8 @@ static int64_t rows_seen(const Shape *s, int64_t rows) {
     return LEAST(s->rows_in, (rows - 1) * s->stride_rows + s->kernel_rows);
 }
 
-static void add_units(void *given, Thread thread) {
-    Gradient *of = given;
+static void add_units(void *data, Thread thread) {
+    Gradient *of = data;
     const Shape *s = &of->s;
     int64_t pixels_x = of->band_pairs * rows_seen(s, of->band_rows) * s->columns_in;
     int64_t pixels_dy = of->band_pairs * of->band_rows * s->columns, size = sizeof(uint32_t);
@@ -193,8 +193,8 @@ static void add_units(void *given, Thread thread) {
 }
 
 /* dw, of the sums of all splits in their order. */
-static void write_weights(void *given, Thread thread) {
-    Gradient *of = given;
+static void write_weights(void *data, Thread thread) {
+    Gradient *of = data;
     const Shape *s = &of->s;
     int64_t all_v = of->x_is_vector ? s->channels_in : s->channels;
     int64_t all_n = of->x_is_vector ? s->channels : s->channels_in, unit = of->taps * of->singles * TILE;
@@ -212,12 +212,27 @@ static void write_weights(void *given, Thread thread) {
             }
 }
 
-/* What a processor can do: 0: not compute it; 1: compute it, but it has AMX, with which oneDNN is faster; 2: it is. */
-int kasoku_conv_speed(void) {
-    unsigned a, b, c, d;
+/* Whether this processor has what the code of this folder needs. */
+int kasoku_can_run(void) {
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw")) return 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 ? 1 : 2;
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+}
+
+/* Whether it has AMX's products of bfloat16 matrices, with which oneDNN is faster. */
+int kasoku_has_amx(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1;
+}
+
+static void count_thread(void *data, Thread thread) {
+    if (thread.number == 0) *(int *)data = thread.count;
+}
+
+/* On how many threads work runs where so many are wanted: 1 where torch's OpenMP is not GNU's. */
+int kasoku_threads(int wanted) {
+    int count = 0;
+    run_on_threads(count_thread, &count, wanted);
+    return count;
 }
 
 /* Writes dw [channels][kernel rows][kernel columns][channels_in] in float32, of x and dy in bfloat16, all contiguous
@@ -249,5 +264,5 @@ int kasoku_conv_weight_gradient(const Shape *shape, const uint16_t *x, const uin
     return !of.failed;
 }
 #else
-int kasoku_conv_speed(void) { return 0; }
+int kasoku_can_run(void) { return 0; }
 #endif

@@ -2,6 +2,9 @@
 
 import ctypes
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -14,9 +17,11 @@ from torch.autograd.function import once_differentiable
 from kasoku.core import Job, Stage, Technique, say
 from kasoku.core.blocks import stays_in_place
 
-_CAN, _PAYS = 1, 2  # what kasoku_conv_speed returns
-_FEW, _SMALL = 64, 16  # channels on one side, or pixels along a side: with more of both oneDNN is as fast
+_FEW, _SMALL = 64, 16  # channels, pixels along a side: see `suits`
+_THREADS = 8  # at most; a weight gradient is at least 32 units of work
+_FUNCTIONS = ("kasoku_can_run", "kasoku_has_amx", "kasoku_conv_weight_gradient", "kasoku_gelu", "kasoku_pool")
 _LAST = torch.channels_last
+_uses_torch = threading.local()  # has `now` within `torch_kernels`
 
 
 @functools.cache
@@ -24,34 +29,52 @@ def library() -> Any:
     """The C code; None where it was not built, or cannot run on this processor."""
     try:
         built = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
-        return built if built.kasoku_conv_speed() >= _CAN else None
+        return built if all(hasattr(built, name) for name in _FUNCTIONS) and built.kasoku_can_run() else None
     except (OSError, AttributeError):  # not built, or for another machine, or from other sources
         return None
 
 
-def pays() -> bool:
-    """Whether the C code is faster than torch's here: AVX-512 bf16, and no AMX."""
-    return library() is not None and library().kasoku_conv_speed() >= _PAYS
+def pays(threads: int) -> bool:
+    """Whether the C code is faster than torch's here: AVX-512 bf16, no AMX, and not more threads than it is for."""
+    built = library()
+    if built is None or built.kasoku_has_amx() or threads > _THREADS:
+        return False
+    return threads == 1 or built.kasoku_threads(2) == 2
+
+
+@contextmanager
+def torch_kernels() -> Iterator[None]:
+    """Meanwhile forwards of this thread use torch's kernels, whose operators torch can count."""
+    _uses_torch.now = True
+    try:
+        yield
+    finally:
+        _uses_torch.now = False
 
 
 @dataclass(frozen=True)
 class CpuKernels(Technique, stage=Stage.COMPILE):
     """Computes weight gradients of convolutions, GELU and 2x2 max-pools by C code, on CPUs with AVX-512 bf16.
 
-    Only in training, in bfloat16 (`Autocast`) with `ChannelsLast`, and not on processors with AMX, where oneDNN is
-    faster. Layers stay torch's whose map is large and has many channels, those with groups or dilation, all whose
-    gradients SavedMemory computes, and all beside Compile. Elsewhere it changes nothing.
+    Only in training, in bfloat16 (`Autocast`) with `ChannelsLast`. It changes nothing on processors with AMX, where
+    oneDNN is faster, beside Compile, in layers whose gradients SavedMemory computes, and with more than 8 threads. A
+    convolution keeps torch's kernel if it has a window of 1x1, groups or dilation, or if its input is wider than 16
+    pixels and has, as its output, more than 64 channels.
 
     Saves: time.
-    Costs: rounding differs from torch's: a weight gradient is a float32 sum of exact products, GELU is within 1e-6.
+    Costs: other rounding than torch's: a weight gradient is a float32 sum of exact products; GELU is within 1e-6 before
+        it is rounded. A few megabytes of sums for each thread. No second derivatives: leave it out for those.
     """
 
     def apply(self, job: Job) -> None:
         """Replaces the forward of layers, until the job is closed."""
-        if pays() and any(technique.compiles_model for technique in job.applied):
-            say("CpuKernels: the kernels of compiled blocks are the compiler's: it does nothing")
+        if library() is None or not pays(torch.get_num_threads()):
             return
-        for layer in job.model.modules() if pays() else ():
+        if any(technique.compiles_model for technique in job.applied):
+            if job.comm.rank == 0:
+                say("CpuKernels: the kernels of compiled blocks are the compiler's: it does nothing")
+            return
+        for layer in job.model.modules():
             forward = _FORWARDS.get(type(layer))
             if forward and not stays_in_place(layer) and "forward" not in vars(layer):
                 job.patch(layer, "forward", MethodType(forward, layer))
@@ -59,8 +82,9 @@ class CpuKernels(Technique, stage=Stage.COMPILE):
 
 def _trains_in_bf16(x: Tensor) -> bool:
     """Whether x is a bfloat16 map with channels last in the CPU's memory, and is part of a training step."""
-    here = x.is_cpu and x.dtype is torch.bfloat16 and x.ndim == 4 and x.numel() > 0
-    return here and torch.is_grad_enabled() and x.is_contiguous(memory_format=_LAST)
+    plain = type(x) is Tensor and x.is_cpu and x.dtype is torch.bfloat16 and x.ndim == 4 and x.numel() > 0
+    traced = torch.compiler.is_compiling() or getattr(_uses_torch, "now", False)
+    return plain and not traced and torch.is_grad_enabled() and x.is_contiguous(memory_format=_LAST)
 
 
 def _pointers(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
@@ -77,9 +101,11 @@ def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor
     """
     x_NCHW, dy_NCHW = (t.contiguous(memory_format=_LAST) for t in (x_NCHW, dy_NCHW))
     (n, channels_in, *size_in), (_, channels, *size) = x_NCHW.shape, dy_NCHW.shape
-    window = (*layer.kernel_size, *layer.stride, *layer.padding)
-    shape = (ctypes.c_int64 * 13)(n, *size_in, channels_in, *size, channels, *map(int, window))
-    dw_OHWI = torch.empty(channels, *layer.kernel_size, channels_in)
+    kernel = layer.weight.shape[2:]
+    shape = (ctypes.c_int64 * 13)(
+        n, *size_in, channels_in, *size, channels, *kernel, *layer.stride, *map(int, layer.padding)
+    )
+    dw_OHWI = torch.empty(channels, *kernel, channels_in)
     data = _pointers(x_NCHW, dy_NCHW, dw_OHWI)
     if not library().kasoku_conv_weight_gradient(shape, *data, torch.get_num_threads()):
         raise MemoryError("no memory for the weight gradient of a convolution")
@@ -87,20 +113,24 @@ def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor
 
 
 def suits(layer: nn.Conv2d, x_NCHW: Tensor) -> bool:
-    """Whether the C code can compute a layer's weight gradient, and is faster."""
+    """Whether the C code can compute a layer's weight gradient, and is faster.
+
+    oneDNN is as fast where its input has more than 16 pixels a row, and both sides have more than 64 channels.
+    """
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
-    small = min(layer.in_channels, layer.out_channels) <= _FEW or x_NCHW.shape[3] <= _SMALL
-    return plain and small and layer.kernel_size != (1, 1) and not isinstance(layer.padding, str)
+    small = min(layer.weight.shape[:2]) <= _FEW or x_NCHW.shape[3] <= _SMALL
+    return plain and small and layer.weight.shape[2:] != (1, 1) and not isinstance(layer.padding, str)
 
 
-def _conv(layer: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
+def _conv(layer: nn.Conv2d, input: Tensor) -> Tensor:
     weight = layer.weight
-    half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-    learns = weight.requires_grad and weight.dtype is torch.float32
-    if half and learns and suits(layer, x_NCHW) and _trains_in_bf16(x_NCHW):
-        out: Tensor = _Conv.apply(x_NCHW, weight, layer.bias, layer)  # type: ignore[no-untyped-call]
-        return out
-    return nn.Conv2d.forward(layer, x_NCHW)
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    if autocast and input.is_cpu and weight.requires_grad and weight.dtype is torch.float32:
+        half = input.bfloat16()  # as autocast would
+        if _trains_in_bf16(half) and suits(layer, half):
+            out: Tensor = _Conv.apply(half, weight, layer.bias, layer)  # type: ignore[no-untyped-call]
+            return out
+    return nn.Conv2d.forward(layer, input)
 
 
 class _Conv(torch.autograd.Function):
@@ -123,17 +153,18 @@ class _Conv(torch.autograd.Function):
             )
         if ctx.needs_input_grad[2]:
             db = dy_NCHW.sum((0, 2, 3), dtype=torch.float32)
-        return dx, weight_gradient(x_NCHW, dy_NCHW, layer), db, None
+        dw = weight_gradient(x_NCHW, dy_NCHW, layer) if ctx.needs_input_grad[1] else None
+        return dx, dw, db, None
 
 
 # ---- GELU
 
 
-def _gelu(layer: nn.GELU, x: Tensor) -> Tensor:
-    if layer.approximate == "none" and x.requires_grad and _trains_in_bf16(x):
-        out: Tensor = _Gelu.apply(x)  # type: ignore[no-untyped-call]
+def _gelu(layer: nn.GELU, input: Tensor) -> Tensor:
+    if layer.approximate == "none" and input.requires_grad and _trains_in_bf16(input):
+        out: Tensor = _Gelu.apply(input)  # type: ignore[no-untyped-call]
         return out
-    return nn.GELU.forward(layer, x)
+    return nn.GELU.forward(layer, input)
 
 
 class _Gelu(torch.autograd.Function):
@@ -147,8 +178,7 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=_LAST)
+        x, dy = (t.contiguous(memory_format=_LAST) for t in (*ctx.saved_tensors, dy))
         dx = torch.empty_like(x)
         library().kasoku_gelu(*_pointers(x, dy, dx), ctypes.c_int64(x.numel()), torch.get_num_threads())
         return dx
@@ -157,14 +187,14 @@ class _Gelu(torch.autograd.Function):
 # ---- 2x2 max-pools
 
 
-def _pool(layer: nn.MaxPool2d, x_NCHW: Tensor) -> Tensor:
+def _pool(layer: nn.MaxPool2d, input: Tensor) -> Tensor:
     sizes = [value if isinstance(value, tuple) else (value, value) for value in (layer.kernel_size, layer.stride)]
     plain = sizes == [(2, 2), (2, 2)] and layer.padding in (0, (0, 0)) and layer.dilation in (1, (1, 1))
-    whole = not layer.ceil_mode and not layer.return_indices and min(x_NCHW.shape[2:]) > 1
-    if plain and whole and x_NCHW.requires_grad and _trains_in_bf16(x_NCHW):
-        out: Tensor = _Pool.apply(x_NCHW)  # type: ignore[no-untyped-call]
+    whole = not layer.ceil_mode and not layer.return_indices and min(input.shape[-2:]) > 1
+    if plain and whole and input.requires_grad and _trains_in_bf16(input):
+        out: Tensor = _Pool.apply(input)  # type: ignore[no-untyped-call]
         return out
-    return nn.MaxPool2d.forward(layer, x_NCHW)  # type: ignore[no-any-return]
+    return nn.MaxPool2d.forward(layer, input)  # type: ignore[no-any-return]
 
 
 class _Pool(torch.autograd.Function):
@@ -182,7 +212,8 @@ class _Pool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NCHW: Tensor) -> Tensor:
         dx_NCHW = torch.empty(ctx.shape, dtype=torch.bfloat16, memory_format=_LAST)
-        _run_pool(dx_NCHW, dy_NCHW.contiguous(memory_format=_LAST), *ctx.saved_tensors, backward=True)
+        small = (t.contiguous(memory_format=_LAST) for t in (dy_NCHW, *ctx.saved_tensors))
+        _run_pool(dx_NCHW, *small, backward=True)
         return dx_NCHW
 
 
@@ -194,3 +225,5 @@ def _run_pool(big_NCHW: Tensor, small_NCHW: Tensor, places_NCHW: Tensor, *, back
 
 
 _FORWARDS: dict[type[nn.Module], Any] = {nn.Conv2d: _conv, nn.GELU: _gelu, nn.MaxPool2d: _pool}
+for _forward in _FORWARDS.values():
+    _forward.__name__ = "forward"  # by which a pickled model finds torch's own again

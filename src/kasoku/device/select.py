@@ -94,7 +94,7 @@ def choose(settings: Device, *, local_rank: int = 0, local_size: int = 1) -> Cho
     precision, why = _precision(settings.precision, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     half = [] if precision == "fp32" else [Autocast(precision)]
-    by_c = settings.kernels and not settings.compile and (device.type, precision) == ("cpu", "bf16") and pays()
+    by_c = settings.kernels and not settings.compile and (device.type, precision) == ("cpu", "bf16") and pays(threads)
     wanted: dict[str, tuple[bool, type[Technique]]] = {  # by their names in the summary
         "channels_last": (settings.channels_last, ChannelsLast),
         "loss scaling": (precision == "fp16", LossScale),

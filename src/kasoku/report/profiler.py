@@ -25,6 +25,7 @@ from kasoku.core.blocks import blocks, ignores_values
 from kasoku.core.clock import Stopwatch
 from kasoku.core.hardware import cores
 from kasoku.data.loading.loader import endless
+from kasoku.device.cpu_kernels import torch_kernels
 from kasoku.report.bottleneck import fastest_s
 
 BlockEvent = Callable[[str, str], None]  # (block, "forward" | "ended" | "backward")
@@ -196,6 +197,7 @@ class Profiler:
         with (
             torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed),
+            torch_kernels(),
             counter,
             moved,
         ):

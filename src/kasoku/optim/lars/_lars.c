@@ -2,7 +2,7 @@
 
    Sums: a block's squares are added in double, blocks in their order, so that the number of threads changes no bit. */
 
-#include "../../core/threads.h"
+#include "../../core/openmp.h"
 #include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -72,8 +72,8 @@ static void wait_for(atomic_int *counter, int least) {
         if (turn > 1000) sched_yield();
 }
 
-static void work(void *given, Thread thread) {
-    Step *step = given;
+static void work(void *data, Thread thread) {
+    Step *step = data;
     int number = thread.number, threads = thread.count;
     double *squares = step->squares;
     if (number == 0) step->used = threads;
