@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "core": 2155,
     "optim": 1040,
     "models": 870,
-    "device": 780,
+    "device": 810,
     "data": 4690,
     "distributed": 5770,
     "memory": 1955,
