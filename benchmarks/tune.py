@@ -1,6 +1,6 @@
 """How close do the strategies come to the fastest batch, and in what share of the time of an exhaustive sweep?
 
-    python benchmarks/tune.py [--most N] [--rounds N] [--steps N] [--sweep-steps N] [--cases NAME ...] [--full]
+    python benchmarks/tune.py [--most N] [--rounds N] [--steps N] [--sweep-steps N] [--cases NAME ...]
 
 Three trainings on this device, a small cifarnet on 32x32 images (the package's digits, enlarged): `network` as it is;
 `cliff`: above CLIFF images forward is computed a second time, as where activations no longer fit and are recomputed, so
@@ -14,9 +14,7 @@ sweep's best is itself chosen by noisy medians, so below 1 is possible). tuning_
 copies and all, over those of the sweep, the worst case (at most 0.25). For information: usage_found_over_best,
 epochtime_found_over_best, target_epoch_over_best and largest_fit_over_best, the same of GpuUsageMaximize,
 EpochTimeMinimize, TimeToTarget (which does not look for the fastest epoch) and the largest size.
---full: also TimeToTarget by what it is for: seconds of training to TARGET on the digits at each of SIZES and at the
-size found, rates in proportion to the batch, medians over seeds; target_found_over_best is over the best size (at
-most 1.10).
+`time_to_target.py` measures TimeToTarget by what it is for.
 Result: records/. Why it matters: the largest batch that fits is not the fastest, and a search that takes as
 long as a sweep is not worth having.
 """
@@ -24,7 +22,6 @@ long as a sweep is not worth having.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import time
@@ -36,12 +33,11 @@ import torch
 from torch import Tensor, nn
 
 from common import finish, parse, spread
-from kasoku.core import Batch, Constant, Job
+from kasoku.core import Batch, Job
 from kasoku.data import Dataset, Items, Memory, digits, loader
 from kasoku.device import Chosen, Device, choose
 from kasoku.models import cifarnet
-from kasoku.optim import Rate, sgd
-from kasoku.training.evaluation import evaluate
+from kasoku.optim import sgd
 from kasoku.tune import (
     BatchSizeResult,
     EpochTimeMinimize,
@@ -61,7 +57,6 @@ CLAIMS = {
     "tune/batch_size/over_sweep_time": "tuning_over_sweep_time",
     "tune/batch_size/largest_over_best": "largest_fit_over_best",
 }  # fmt: skip
-FULL_CLAIMS = {"tune/target/over_best": ("target_found_over_best", "target_found", "target_best")}
 THREADS = [0]  # of the CPU; 0: all cores
 PATIENCE = 1.0  # of the sweep's time, for the strategies of [002]
 STRATEGIES: dict[str, Strategy] = {
@@ -70,7 +65,6 @@ STRATEGIES: dict[str, Strategy] = {
     "epochtime": EpochTimeMinimize(),
     "usage": GpuUsageMaximize(),
 }
-TARGET, SIZES, MOST_EPOCHS, RATE, RATE_BATCH = 0.96, (16, 32, 64, 128, 256), 40, 0.05, 64
 
 
 class TwiceAbove(nn.Module):
@@ -218,64 +212,6 @@ def judged(case: Case, arguments: argparse.Namespace) -> dict[str, object]:
     return figures
 
 
-# ---- time to a target
-
-
-def seconds_to_target(batch: int, seed: int) -> float:
-    """Seconds of training without evaluation until TARGET is reached; inf if not within MOST_EPOCHS."""
-    chosen, dataset = device(), digits()
-    torch.manual_seed(seed)
-    model = cifarnet(10, dataset.channels, widths=WIDTHS).to(chosen.device)
-    batches = loader(dataset, "train", batch, seed=seed, device=chosen.device)
-    test = loader(dataset, "test", 360, device=chosen.device)
-    job = target_job(model, batches, batch)
-    took_s, every = 0.0, max(1, len(batches) // 4)
-    for _ in range(MOST_EPOCHS):
-        begin = time.perf_counter()
-        for number, (x_NCHW, y_N) in enumerate(job.loader, start=1):
-            job.loss(job.model(x_NCHW), y_N).backward()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
-            if number % every == 0:
-                took_s += time.perf_counter() - begin
-                with job.evaluation() as judge:
-                    if evaluate(judge, test).top1 >= TARGET:
-                        return took_s
-                begin = time.perf_counter()
-    return math.inf
-
-
-def target_job(model: nn.Module, batches, batch: int) -> Job:
-    """A training whose rates are in proportion to the batch, after an epoch of warm-up."""
-    job = Job(model, lambda m: sgd(m, lr=RATE, momentum=0.9, nesterov=True, weight_decay=5e-4), loader=batches)
-    return job.apply(*device().techniques, Rate(Constant(warmup=1.0), batch / RATE_BATCH))
-
-
-def to_target(seeds: int) -> dict[str, object]:
-    """TimeToTarget by measured time."""
-    torch.manual_seed(0)
-    dataset = digits()
-    model = cifarnet(10, dataset.channels, widths=WIDTHS).to(device().device)
-    batches = loader(dataset, "train", RATE_BATCH, device=device().device)
-    job = target_job(model, batches, RATE_BATCH)
-    result = tune_batch_size(job, TimeToTarget(), least=LEAST, most=512)
-    job.close()
-    took: dict[int, list[float]] = {batch: [] for batch in sorted({*SIZES, result.batch})}
-    for seed in range(seeds):
-        for batch, seen in took.items():
-            seen.append(seconds_to_target(batch, seed))
-    medians = {batch: statistics.median(seen) for batch, seen in took.items()}
-    best = min(medians, key=lambda b: medians[b])
-    return {
-        "target_found_over_best": round(medians[result.batch] / medians[best], 3),
-        "target_found_over_best_n": seeds,
-        "target_found": result.batch,
-        "target_why": result.why,
-        "target_best": best,
-        "target_seconds": {b: [round(s, 2) if math.isfinite(s) else None for s in seen] for b, seen in took.items()},
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--most", type=int, default=512)
@@ -284,8 +220,6 @@ def main() -> int:
     parser.add_argument("--sweep-steps", type=int, default=30)
     parser.add_argument("--threads", type=int, default=0, help="of the CPU (default: all cores)")
     parser.add_argument("--cases", nargs="+", choices=("network", "cliff", "input"), help="(default: all)")
-    parser.add_argument("--full", action="store_true", help="also time to a target accuracy")
-    parser.add_argument("--seeds", type=int, default=21, help="of --full")
     arguments = parse(parser)
     THREADS[0] = arguments.threads
     each = {case.name: judged(case, arguments) for case in cases() if case.name in (arguments.cases or case.name)}
@@ -305,15 +239,13 @@ def main() -> int:
     for name in ("usage", "epochtime", "target"):
         figures[f"{name}_found_over_best" if name != "target" else "target_epoch_over_best"] = worst(name, "over_best")
         figures[f"{name}_over_sweep_time"] = worst(name, "over_sweep_time")
-    if arguments.full:
-        figures |= to_target(arguments.seeds)
     parameters: dict[str, object] = {
         **{key: value for key, value in vars(arguments).items() if key not in ("cases", "threads")},
         "cases": [*each], "least": LEAST, "start": START, "growth": GROWTH, "warm": WARM, "widths": WIDTHS,
-        "cliff": CLIFF, "sleep_s": SLEEP_S, "readers": READERS, "patience": PATIENCE, "target": TARGET,
-        "target_sizes": SIZES, "rate": [RATE, RATE_BATCH], "threads": torch.get_num_threads(),
+        "cliff": CLIFF, "sleep_s": SLEEP_S, "readers": READERS, "patience": PATIENCE,
+        "threads": torch.get_num_threads(),
     }  # fmt: skip
-    finish("tune", parameters, figures | each, CLAIMS | (FULL_CLAIMS if arguments.full else {}))
+    finish("tune", parameters, figures | each, CLAIMS)
     return 0
 
 
