@@ -8,10 +8,12 @@ scored; no constant is fitted to them. Links are data sheets', latencies NCCL's.
 and the range have the laws of docs/simulate.md. Gradients are grouped, and collectives started, as the published code
 of each entry does it; of the other rows that is unknown, and DDP's groups are assumed.
 
-Jitter of steps belongs to software: two releases on one DGX-1 differ by a factor of 4. Rows of MLPerf v0.6's NVIDIA
-entries have what that release logged on one DGX-1 (0.0118); all others that of the GPU's file.
-UNSEEN: rows that were named before any of them was simulated, looked at once, at the end. The scored rows are older: it
-was known that ABCI came out too fast when the causes that were added were chosen, though not by which constants.
+Jitter of steps belongs to software: two releases on one DGX-1 differ by a factor of 4. Entries of MLPerf v0.6 have what
+that release logged on one DGX-1 (0.0118); all others that of the GPU's file, the root mean square of both releases.
+abci_abs_error_of_file: ABCI's error with the latter.
+UNSEEN: rows that were named before any of them was simulated. How the code of these entries groups gradients, and how
+it starts collectives, was added after the naming and before the look; after it one law changed, by at most 0.1 points.
+The scored rows are older: it was known that ABCI came out too fast when causes were added, but not by which constants.
 without: errors of the scored rows if one cause were left out, at unchanged alpha and beta.
 range_coverage: the share of all rows that lie within the range that `kasoku plan` would print; ..._of_tested: of those
 that calibrate nothing.
@@ -46,9 +48,9 @@ from kasoku.simulate.step import extremes
 
 CLAIMS = {
     "simulate/published/median_error": ("median_abs_error", "errors", "no_communication_median_abs_error"),
-    "simulate/published/max_error": ("max_abs_error", "mean_signed_error"),
+    "simulate/published/max_error": ("max_abs_error", "mean_signed_error", "abci_abs_error_of_file"),
     "simulate/published/unseen_error": ("unseen_median_abs_error", "unseen_rows", "unseen_max_abs_error"),
-    "simulate/published/range_coverage": ("range_coverage", "range_coverage_of_tested", "outside_range"),
+    "simulate/published/range_coverage": ("range_coverage_of_tested", "range_coverage", "outside_range"),
     "simulate/abci/wall_error": ("abci_wall_abs_error", "abci_wall_s"),
 }
 EPOCHS, STEPS, EVALUATIONS, WALL_S = 90, 15, 23, 70.4  # of the ABCI run, 86,016 images a step
@@ -120,7 +122,7 @@ ROWS = (
     Row("DGX-H100", "dgx-h100", 8, 400, 56.1, ONE, calibrates=True, settings=NVIDIA),
     Row("DGX-H100 x8", "dgx-h100", 64, 50, 10.2, ONE, calibrates=True, settings=NVIDIA),
     Row("DGX-1 x130", "dgx1-v100", 1040, 52, 47.4, MX16, settings=NVIDIA, jitter=V06),
-    Row("ABCI", "abci", 2048, 42, 49.6, ABCI, settings=FUJITSU),
+    Row("ABCI", "abci", 2048, 42, 49.6, ABCI, settings=FUJITSU, jitter=V06),
     Row("DGX-A100 x128", "dgx-a100", 1024, 35, 15.5, ONE, settings=NVIDIA),
 )
 # Named, with published figures and sources, before any of them was simulated, and looked at once, at the end. Steps are
@@ -315,7 +317,7 @@ def main() -> None:
         "unseen_mean_signed_error": statistics.fmean(unseen.values()),
         "unseen_median_abs_error_n": len(unseen),
         "range_coverage": statistics.fmean(inside.values()),
-        "range_coverage_n": len(inside),
+        "range_coverage_of_tested_n": len(tested),
         "range_coverage_of_tested": statistics.fmean(tested),
         "outside_range": [row.name for row, held in inside.items() if not held],
         "without": causes,
@@ -326,6 +328,7 @@ def main() -> None:
         "abci_wall_error": wall / WALL_S - 1,
         "abci_wall_abs_error": abs(wall / WALL_S - 1),
         "abci_wall_abs_error_n": 1,
+        "abci_abs_error_of_file": abs(error(replace(abci, jitter=0.0), net)),
         "n": len(scored),
         "constants_ms": {name: [round(v, 4) for v in pair] for name, pair in constants.items()},
         "shipped_constants_off": drift,

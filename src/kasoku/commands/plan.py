@@ -78,7 +78,7 @@ def _rows(chosen: Choice, document: Mapping[str, Any]) -> dict[str, str]:
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs",
         **case.table(chosen.step, document),
         "ranges": f"{chosen.seconds * least:,.1f} to {chosen.seconds * most:,.1f} s{price}: {least:.2f} to {most:.2f} "
-        "times, by jitter, latencies and computing beside transfers; how epochs scatter is not known",
+        "times, by jitter, latencies, transfers beside computing, times of GPUs; how epochs scatter is not known",
     }
 
 

@@ -19,6 +19,9 @@ from kasoku.simulate import load as load_cluster
 from kasoku.simulate.from_recipe import AXES, Scenario, scenario, sizes, spaced, sweep, ways
 from kasoku.training.run_folder import output_folder
 
+_LARGEST = 1_000_000  # of a sweep
+_LABELS = {"gpus": "GPUs", "strong": "GPUs", "images": "images a GPU", "bucket_mib": "MiB a bucket"}  # of its axes
+
 
 def run(arguments: SimulateArguments) -> int:
     """Simulates; returns the exit code."""
@@ -26,8 +29,8 @@ def run(arguments: SimulateArguments) -> int:
     case = scenario(recipe, cluster, profiles=arguments.profile)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
     ends = re.fullmatch(rf"({'|'.join(AXES)})=([1-9]\d*):([1-9]\d*)", arguments.sweep)
-    if arguments.sweep and not (ends and int(ends[2]) <= int(ends[3])):
-        wanted = f"AXIS=A:B is wanted, from at least 1 up to more, as gpus=1:4096; axes: {', '.join(AXES)}"
+    if arguments.sweep and not (ends and int(ends[2]) <= int(ends[3]) <= _LARGEST):
+        wanted = f"AXIS=A:B is wanted, 1 <= A <= B <= {_LARGEST:,}, as gpus=1:4096; axes: {', '.join(AXES)}"
         raise InputError(f"--sweep {arguments.sweep}: {wanted}")
     axis, low, high = (ends[1], int(ends[2]), int(ends[3])) if ends else ("", 1, 1)
     of_gpus, fits = axis in ("gpus", "strong"), case.simulator.sharing.fits
@@ -42,6 +45,7 @@ def run(arguments: SimulateArguments) -> int:
         lines = sweep(ways(case, step), axis, values, gpus=gpus, batch=gpus * each, parts=parts)
         points = {name: [(x, s.step_s, s.images_per_s, s.exposed_s) for x, s in line] for name, line in lines.items()}
         alone = {name: line[0][1].images_per_s / line[0][1].gpus for name, line in lines.items()}
+        lines = lines if of_gpus else {}
         speedups = {name: [(x, s.images_per_s / alone[name]) for x, s in line] for name, line in lines.items()}
         document["sweep"] = {"axis": axis, "images_a_gpu": each, "parts": parts, "points": points, "speedups": speedups}
     folder = output_folder(arguments.out, arguments.recipe, "simulated")
@@ -57,8 +61,9 @@ def run(arguments: SimulateArguments) -> int:
             panels = [Panel("images/s", rates, log=True), Panel("exposed communication, s", late)]
             if of_gpus:
                 panels[1] = Panel("efficiency", {k: [(n, speed / n) for n, speed in v] for k, v in speedups.items()})
-            title = f"{cluster.name}, {each} images a GPU" + (f" in {parts} parts" if parts > 1 else "")
-            draw(folder / "sweep.html", title, panels, x_label=axis, x_log=True)
+            held = {"gpus": f"{each:,} images a GPU", "strong": f"{gpus * each:,} images"}.get(axis, f"{gpus:,} GPUs")
+            title = f"{cluster.name}, {held}" + (f" in {parts} parts" if parts > 1 else "")
+            draw(folder / "sweep.html", title, panels, x_label=_LABELS.get(axis, axis), x_log=True)
             files.append("sweep.html")
     except InputError as error:
         say(f"no page: {error}")

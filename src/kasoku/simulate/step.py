@@ -230,7 +230,12 @@ def extremes(simulator: Simulator) -> list[Simulator]:
     """A fast and a slow case of all that is not certain."""
     cluster, gpu, cases = simulator.cluster, simulator.cluster.device, []
     for chance, compute, share, latency in ((0.1, 1 - _UNSURE, 1.0, 1.0), (0.9, 1 + _UNSURE, 1 / 1.4, 3.5)):
-        own = replace(gpu, alpha_ms=compute * gpu.alpha_ms, beta_ms=compute * gpu.beta_ms, compute_share=share)
+        own = replace(
+            gpu,
+            alpha_ms=compute * gpu.alpha_ms,
+            beta_ms=compute * gpu.beta_ms,
+            compute_share=min(gpu.compute_share, share),
+        )
         other = replace(cluster, gpu="", own_gpu=own, latency=latency * cluster.latency)
         cases.append(replace(simulator, cluster=other, chance=chance))
     return cases
