@@ -33,10 +33,10 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tracking": 255,
     "config": 1520,
     "tune": 1450,
-    "simulate": 1420,
+    "simulate": 1425,
     "report": 2360,
     "training": 2690,
-    "commands": 1900,
+    "commands": 1905,
     "testing": 615,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
