@@ -175,12 +175,15 @@ static int64_t rows_seen(const Shape *s, int64_t rows) {
     return LEAST(s->rows_in, (rows - 1) * s->stride_rows + s->kernel_rows);
 }
 
+/* Pixels of x, or of dy, in a band of so many rows of dy. */
+static int64_t pixels(const Gradient *of, int64_t rows, int of_x) {
+    return of_x ? rows_seen(&of->s, rows) * of->s.columns_in : rows * of->s.columns;
+}
+
 static void add_units(void *data, Thread thread) {
     Gradient *of = data;
-    const Shape *s = &of->s;
-    int64_t pixels_x = of->band_pairs * rows_seen(s, of->band_rows) * s->columns_in;
-    int64_t pixels_dy = of->band_pairs * of->band_rows * s->columns, size = sizeof(uint32_t);
-    int64_t pixels_v = of->x_is_vector ? pixels_x : pixels_dy, pixels_n = of->x_is_vector ? pixels_dy : pixels_x;
+    int64_t pixels_v = of->band_pairs * pixels(of, of->band_rows, of->x_is_vector), size = sizeof(uint32_t);
+    int64_t pixels_n = of->band_pairs * pixels(of, of->band_rows, !of->x_is_vector);
     uint32_t *vectors = malloc((size_t)(pixels_v * TILE * size));
     uint32_t *singles = malloc((size_t)((pixels_n + 2) * of->singles * size)); /* of->singles is a multiple of SINGLES */
     (void)thread;
@@ -250,12 +253,11 @@ int kasoku_conv_weight_gradient(const Shape *shape, const uint16_t *x, const uin
     of.groups = (all_n + of.singles - 1) / of.singles;
     of.splits = LEAST(of.pairs, (UNITS + of.tiles * of.groups - 1) / (of.tiles * of.groups));
     int64_t vector_bytes = TILE * sizeof(uint32_t);
-    for (of.band_rows = s->rows; of.band_rows > 1; of.band_rows = (of.band_rows + 1) / 2) {
-        int64_t pixels = of.x_is_vector ? rows_seen(s, of.band_rows) * s->columns_in : of.band_rows * s->columns;
-        if (pixels * vector_bytes <= BAND) break;
-    }
-    int64_t pixels = of.x_is_vector ? rows_seen(s, of.band_rows) * s->columns_in : of.band_rows * s->columns;
-    of.band_pairs = of.band_rows < s->rows ? 1 : MOST(1, LEAST(of.pairs, BAND / (pixels * vector_bytes)));
+    of.band_rows = s->rows;
+    while (of.band_rows > 1 && pixels(&of, of.band_rows, of.x_is_vector) * vector_bytes > BAND)
+        of.band_rows = (of.band_rows + 1) / 2;
+    int64_t band_bytes = pixels(&of, of.band_rows, of.x_is_vector) * vector_bytes;
+    of.band_pairs = of.band_rows < s->rows ? 1 : MOST(1, LEAST(of.pairs, BAND / band_bytes));
     of.sums = calloc((size_t)(of.tiles * of.groups * of.splits * of.taps * of.singles * TILE), sizeof(float));
     if (!of.sums) return 0;
     run_on_threads(add_units, &of, threads);

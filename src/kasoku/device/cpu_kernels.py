@@ -19,7 +19,7 @@ from kasoku.core.blocks import stays_in_place
 
 _FEW, _SMALL = 64, 16  # channels, pixels along a side: see `suits`
 _THREADS = 8  # at most; a weight gradient is at least 32 units of work
-_FUNCTIONS = ("kasoku_can_run", "kasoku_has_amx", "kasoku_conv_weight_gradient", "kasoku_gelu", "kasoku_pool")
+_FUNCTIONS = tuple(f"kasoku_{name}" for name in ("has_amx", "threads", "conv_weight_gradient", "gelu", "pool"))
 _LAST = torch.channels_last
 _uses_torch = threading.local()  # has `now` within `torch_kernels`
 
@@ -125,9 +125,10 @@ def suits(layer: nn.Conv2d, x_NCHW: Tensor) -> bool:
 def _conv(layer: nn.Conv2d, input: Tensor) -> Tensor:
     weight = layer.weight
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-    if autocast and input.is_cpu and weight.requires_grad and weight.dtype is torch.float32:
+    learns = torch.is_grad_enabled() and weight.requires_grad and weight.dtype is torch.float32
+    if autocast and learns and input.is_cpu and input.ndim == 4 and suits(layer, input):
         half = input.bfloat16()  # as autocast would
-        if _trains_in_bf16(half) and suits(layer, half):
+        if _trains_in_bf16(half):
             out: Tensor = _Conv.apply(half, weight, layer.bias, layer)  # type: ignore[no-untyped-call]
             return out
     return nn.Conv2d.forward(layer, input)
