@@ -26,7 +26,7 @@ _MS = 1e3
 _SLICES = 20  # of an epoch, in each of which all steps are alike
 # of a sweep: GPUs with equal shares, GPUs that share the batch, images of a GPU, of a step, MiB of DDP's groups
 AXES = ("gpus", "strong", "images", "batch", "bucket_mib")
-_JOIN_S = 265 / 98_304  # of each rank in the start of NCCL's communicators, which is linear (NCCLX, arXiv 2510.20171)
+_JOIN_S = 265 / 98_304  # of each rank in the start of NCCL's communicators, taken as linear (NCCLX, arXiv 2510.20171)
 _FEW = 16  # images that share BatchNorm statistics: fewer get a remark
 
 

@@ -252,7 +252,7 @@ def slowest(spread: float, ranks: int, chance: float | None = None) -> float:
 
     Maths: the mean of a maximum is the integral of the probability that some rank still computes.
     """
-    if chance:
+    if chance is not None:
         return math.exp(spread * NormalDist().inv_cdf(chance ** (1 / ranks)))
     if spread == 0 or ranks == 1:  # one rank waits for nobody
         return 1.0
