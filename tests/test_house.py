@@ -33,9 +33,9 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tracking": 255,
     "config": 1520,
     "tune": 1450,
-    "simulate": 1425,
-    "report": 2360,
-    "training": 2690,
+    "simulate": 1405,
+    "report": 2270,
+    "training": 2770,
     "commands": 1905,
     "testing": 615,
 }

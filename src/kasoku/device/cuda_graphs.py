@@ -64,15 +64,6 @@ def _average_statistics(job: Job, running: list[Tensor]) -> None:
             x.copy_(mean.view_as(x))
 
 
-class _Shell(nn.Module):
-    """A module of the model's parameters whose forward is the inner one: what torch captures."""
-
-    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.forward = forward
-
-
 class _Graphed:
     """Stands in for forward: the graph for training batches of the captured shape, the inner forward otherwise."""
 
@@ -104,7 +95,8 @@ class _Graphed:
         # Autocast's cache of converted weights must not outlive a capture.
         uncached = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
         with torch.random.fork_rng([x.device] if x.is_cuda else []), uncached:
-            shell = _Shell(self._model, self._inner)
+            shell = nn.Module()  # what torch captures: the model's parameters, with the inner forward
+            shell.model, shell.forward = self._model, self._inner
             graph: Callable[[Tensor], Any] = torch.cuda.make_graphed_callables(shell, (x.detach().clone(),))
         with torch.no_grad():
             for buffer, value in buffers:

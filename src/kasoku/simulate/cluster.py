@@ -22,37 +22,21 @@ Share = Annotated[float, Range(above=0, at_most=1)]
 
 @dataclass(frozen=True)
 class Gpu(Checked):
-    """A GPU. A step of `network` takes alpha_ms + beta_ms * images: forward, backward and update together.
+    """A GPU. A step of `network` takes alpha_ms + beta_ms * images: forward, backward and update together."""
 
-    Args:
-        name: its common name.
-        alpha_ms: the time that does not depend on the batch: kernel launches, updates.
-        beta_ms: the time of each image.
-        least: the smallest measured batch; below it there is a warning.
-        most: the largest measured batch.
-        tflops: peak of matrix products in the precision of training.
-        memory_gb_s: bandwidth of its memory.
-        spread: standard deviation of the logarithm of the speeds of many such GPUs.
-        jitter: that of the times of one such GPU's steps.
-        compute_share: the speed of computing that is left during a transfer.
-        usd_hour: the price of an hour.
-        precision: the precision of these times, which precision = "auto" selects; fp16 comes with loss scaling.
-        source: the source of these numbers.
-    """
-
-    name: str
-    alpha_ms: Amount
-    beta_ms: Positive
-    least: Count
-    most: Count
-    tflops: Positive
-    memory_gb_s: Positive
-    spread: Amount = 0.0
-    jitter: Amount = 0.0
-    compute_share: Share = 1.0
-    usd_hour: Amount = 0.0
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    source: str = ""
+    name: str  # its common name
+    alpha_ms: Amount  # the time that does not depend on the batch: kernel launches, updates
+    beta_ms: Positive  # the time of each image
+    least: Count  # the smallest measured batch; below it there is a warning
+    most: Count  # the largest measured batch
+    tflops: Positive  # peak of matrix products in the precision of training
+    memory_gb_s: Positive  # bandwidth of its memory
+    spread: Amount = 0.0  # standard deviation of the logarithm of the speeds of many such GPUs
+    jitter: Amount = 0.0  # that of the times of one such GPU's steps
+    compute_share: Share = 1.0  # the speed of computing that is left during a transfer
+    usd_hour: Amount = 0.0  # the price of an hour
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of these times; "auto" selects it, fp16 with loss scaling
+    source: str = ""  # of these numbers
 
     network = "resnet50"
 

@@ -69,19 +69,14 @@ class Sharing:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step's forecast.
-
-    Attributes:
-        late: the next forward waits for a unit's groups; False: the step waits for all groups.
-        asynchronous: the pieces are updates of asynchronous ranks; None: gradients in all-reduces.
-    """
+    """The inputs of a step's forecast."""
 
     units: Sequence[UnitTimes]
     tensors: Sequence[Sized]
     plan: BucketPlan
     link: Fastest
-    late: bool
-    asynchronous: Asynchronous | None = None
+    late: bool  # the next forward waits for a unit's groups; False: the step waits for all groups
+    asynchronous: Asynchronous | None = None  # the pieces are updates of such ranks; None: gradients in all-reduces
 
     def sizes(self) -> list[float]:
         """Bytes of each piece in the order of sending; with a reducer, before its compression."""

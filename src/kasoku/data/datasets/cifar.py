@@ -1,7 +1,6 @@
 """CIFAR-10 and CIFAR-100 in the official binary format; the python format is pickled, which can run code."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -79,7 +78,12 @@ def load(layout: Layout, root: str) -> Dataset:
     for part, count in ((paths[:-1], layout.train_images), (paths[-1:], layout.test_images)):
         images, labels = [], []
         for path in part:
-            flat_NP, labels_N = _read(path, layout, count)
+            record, have = layout.label_bytes + _PIXELS, path.stat().st_size
+            if have != count * record:
+                got = f"{have} bytes, expected {count * record} ({count} records of {record})"
+                raise InputError(f"{path}: {got}; truncated or not a {layout.name} file, get it again")
+            record_NB = np.fromfile(path, np.uint8).reshape(count, record)
+            flat_NP, labels_N = record_NB[:, layout.label_bytes :], record_NB[:, layout.label_bytes - 1]
             check_labels(labels_N, layout.classes, path)
             images.append(torch.from_numpy(np.array(flat_NP)).view(count, 3, 32, 32).permute(0, 2, 3, 1))
             labels.append(torch.from_numpy(labels_N.astype(np.int64)))
@@ -89,12 +93,3 @@ def load(layout: Layout, root: str) -> Dataset:
     if len(names) != layout.classes:
         names = [str(number) for number in range(layout.classes)]
     return in_memory(layout.name, names, *splits)
-
-
-def _read(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
-    record, have = layout.label_bytes + _PIXELS, path.stat().st_size
-    if have != count * record:
-        got = f"{have} bytes, expected {count * record} ({count} records of {record})"
-        raise InputError(f"{path}: {got}; truncated or not a {layout.name} file, get it again")
-    record_NB = np.fromfile(path, np.uint8).reshape(count, record)
-    return record_NB[:, layout.label_bytes :], record_NB[:, layout.label_bytes - 1]

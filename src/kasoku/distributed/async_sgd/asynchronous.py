@@ -106,7 +106,16 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
         if not self.is_asynchronous or comm.size == 1:
             return comm
         beside = next((type(t).__name__ for t in applied if t.averages_gradients), "")
-        return _ranks_of_node(comm, self.node, beside) if beside else Solo(comm.clock)
+        if not beside:
+            return Solo(comm.clock)
+        nodes = nodes_of(comm, self.node, f"Asynchronous beside {beside}")
+        if len(nodes) > 1:
+            own = comm.sub(nodes)
+            return own if own.size > 1 else Solo(comm.clock)
+        if comm.rank == 0:
+            every = f"all ranks share a host, so that {beside} has them all step together"
+            say(f"Asynchronous: {every}; node=... divides them")
+        return comm
 
     def apply(self, job: Job) -> None:
         """Broadcasts rank 0's weights, then exchanges the optimizer's updates."""
@@ -119,17 +128,6 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
             job.needs_whole_gradients = True  # predictions leave the weights before any of them is updated
             start_equal(job, job.comm)
             Exchange(job, self)
-
-
-def _ranks_of_node(comm: Comm, size: int, beside: str) -> Comm:
-    """The ranks of this one's node, as `nodes_of`. `beside`: the technique that averages gradients in a node."""
-    nodes = nodes_of(comm, size, f"Asynchronous beside {beside}")
-    if len(nodes) > 1:
-        own = comm.sub(nodes)
-        return own if own.size > 1 else Solo(comm.clock)
-    if comm.rank == 0:
-        say(f"Asynchronous: all ranks share a host, so that {beside} has them all step together; node=... divides them")
-    return comm
 
 
 class Exchange:

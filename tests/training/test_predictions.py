@@ -14,8 +14,7 @@ from torch import nn
 
 from kasoku.core import Comm, Solo, Threads
 from kasoku.data import Files, GoneError, digits, loader
-from kasoku.report.predictions import PredictionLog
-from kasoku.training.evaluation import evaluate
+from kasoku.training.evaluation import PredictionLog, evaluate
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 
