@@ -23,11 +23,11 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2155,
+    "core": 2156,
     "optim": 1040,
     "models": 870,
-    "device": 810,
-    "data": 4690,
+    "device": 800,
+    "data": 4675,
     "distributed": 5770,
     "memory": 1955,
     "tracking": 255,

@@ -18,9 +18,9 @@ from helpers import made
 from kasoku import cli
 from kasoku.core import InputError
 from kasoku.data import cifar10, fashion_mnist, folder
-from kasoku.data.datasets import cifar
+from kasoku.data.datasets import binary
 from kasoku.data.datasets import download as module
-from kasoku.data.datasets.cifar import CIFAR10
+from kasoku.data.datasets.binary import CIFAR10
 from kasoku.data.datasets.download import RELEASES, SUMS, download
 
 IMAGES, LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
@@ -111,7 +111,7 @@ def add(tar, name, body=b"x"):
 @pytest.fixture
 def cifar_body(server, monkeypatch, tmp_path):
     """A small CIFAR-10 in the official layout, published; its archive's bytes."""
-    monkeypatch.setattr(cifar, "CIFAR10", made.SMALL10)
+    monkeypatch.setattr(binary, "CIFAR10", made.SMALL10)
     made.write_binary(made.SMALL10, tmp_path / "made")
     body = packed(lambda tar: tar.add(tmp_path / "made", CIFAR10.folder))
     publish(server, monkeypatch, "cifar10", {ARCHIVE: body})
@@ -525,8 +525,8 @@ def test_an_interruption_says_what_stays(monkeypatch, capsys, command, stays):
 
 
 def test_the_table_names_what_the_readers_look_for():
-    assert RELEASES["cifar10"].folder == cifar.CIFAR10.folder
-    assert RELEASES["cifar100"].folder == cifar.CIFAR100.folder
+    assert RELEASES["cifar10"].folder == binary.CIFAR10.folder
+    assert RELEASES["cifar100"].folder == binary.CIFAR100.folder
     for name, release in RELEASES.items():
         assert release.address.startswith("http"), name
         assert release.address.endswith("/"), name

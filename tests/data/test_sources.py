@@ -8,8 +8,8 @@ from PIL import Image
 from helpers import made
 from kasoku.core import InputError
 from kasoku.data import cifar10, cifar100, digits, fashion_mnist, idx, mnist
-from kasoku.data.datasets import cifar
-from kasoku.data.datasets.cifar import CIFAR10, CIFAR100, load
+from kasoku.data.datasets import binary
+from kasoku.data.datasets.binary import CIFAR10, CIFAR100, load
 
 
 def same(a, b):
@@ -87,7 +87,7 @@ def test_real_cifar10_survives_the_binary_format(tmp_path, monkeypatch, real_dat
     record_NB = np.concatenate([labels_N[:, None], tiles_N3HW.reshape(1000, -1)], 1)
     for stem, part in zip((*CIFAR10.train, CIFAR10.test), np.split(record_NB[:600], 6), strict=True):
         part.tofile(tmp_path / f"{stem}.bin")
-    monkeypatch.setattr(cifar, "CIFAR10", made.replace(CIFAR10, train_images=100, test_images=100))
+    monkeypatch.setattr(binary, "CIFAR10", made.replace(CIFAR10, train_images=100, test_images=100))
     d = cifar10(str(tmp_path))
     assert d.train.images_NHWC[51].numpy().tolist() == mosaic[32:64, 32:64].tolist()
     assert d.train.labels_N.tolist() == labels_N[:500].tolist()

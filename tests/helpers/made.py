@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kasoku.data.datasets.cifar import CIFAR10, CIFAR100
+from kasoku.data.datasets.binary import CIFAR10, CIFAR100
 
 SMALL10 = replace(CIFAR10, train_images=20, test_images=10)
 SMALL100 = replace(CIFAR100, train_images=200, test_images=100)

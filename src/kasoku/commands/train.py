@@ -177,8 +177,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     rows |= start.do("estimate", partial(_time_row, training)) if announced else {}
     with _advised(folder):
         begin = partial(_begin, arguments, training, tuned, rows)
-        started = arguments.started
-        result = elastic.fit_in(folder, training, begin, started=started, resume=resume, quiet=quiet)
+        result = elastic.fit_in(folder, training, begin, started=arguments.started, resume=resume, quiet=quiet)
     if comm.rank == 0 and not result.stopped and not quiet:
         print_table("", result.rows(folder))
     return _end(comm, result.stopped, folder, recipe)

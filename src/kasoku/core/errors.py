@@ -7,7 +7,7 @@ import difflib
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -47,6 +47,11 @@ def summary(error: BaseException) -> str:
 def one_line(text: str) -> str:
     """The text, with a question mark for each unprintable character, such as the end of a line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def first_of(names: Sequence[str], most: int = 10) -> str:
+    """The first of these names, with dots where there are more."""
+    return ", ".join([*names[:most], *["..."] * (len(names) > most)])
 
 
 def without_password(text: str) -> str:

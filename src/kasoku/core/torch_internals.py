@@ -59,10 +59,7 @@ def gradient_hooks(p: Tensor) -> list[Any]:
 
 
 def accumulates(node: Any) -> bool | None:
-    """Whether the backward that is running adds to the `.grad` of a leaf (2.13).
-
-    Args:
-        node: the leaf's AccumulateGrad node.
+    """Whether the backward that is running adds to the `.grad` of a leaf, by its AccumulateGrad `node` (2.13).
 
     None: `torch.autograd.grad` returns this gradient to its caller. Only within a backward.
     """

@@ -5,9 +5,8 @@ from kasoku.data.augment.growth import GrowBatch, LowResolution
 from kasoku.data.augment.mixup import Mix
 from kasoku.data.augment.transforms import Transforms
 from kasoku.data.datasets.base import PUBLISHED, Dataset, Encoded, Facts, Files, Items, Memory, Split, digits
-from kasoku.data.datasets.cifar import cifar10, cifar100
+from kasoku.data.datasets.binary import cifar10, cifar100, fashion_mnist, idx, mnist
 from kasoku.data.datasets.folder import find_images, folder, imagenet
-from kasoku.data.datasets.mnist import fashion_mnist, idx, mnist
 from kasoku.data.datasets.tables import hugging_face, parquet
 from kasoku.data.decode.decode import decode, read_image
 from kasoku.data.decode.nvjpeg import Decoding

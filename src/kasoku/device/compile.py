@@ -67,5 +67,4 @@ class Compile(Technique, stage=Stage.COMPILE, refuses=_REFUSED, compiles_model=T
                 job.patch(block, "forward", types.MethodType(compiled[kind], block))
 
     def _compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        function: Callable[..., Any] = torch.compile(forward, backend=self.backend, dynamic=False)
-        return function
+        return torch.compile(forward, backend=self.backend, dynamic=False)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,8 +129,7 @@ def _conv(layer: nn.Conv2d, input: Tensor) -> Tensor:
     if autocast and learns and input.is_cpu and input.ndim == 4 and suits(layer, input):
         half = input.bfloat16()  # as autocast would
         if _trains_in_bf16(half):
-            out: Tensor = _Conv.apply(half, weight, layer.bias, layer)  # type: ignore[no-untyped-call]
-            return out
+            return cast(Tensor, _Conv.apply(half, weight, layer.bias, layer))  # type: ignore[no-untyped-call]
     return nn.Conv2d.forward(layer, input)
 
 
@@ -163,8 +162,7 @@ class _Conv(torch.autograd.Function):
 
 def _gelu(layer: nn.GELU, input: Tensor) -> Tensor:
     if layer.approximate == "none" and input.requires_grad and _trains_in_bf16(input):
-        out: Tensor = _Gelu.apply(input)  # type: ignore[no-untyped-call]
-        return out
+        return cast(Tensor, _Gelu.apply(input))  # type: ignore[no-untyped-call]
     return nn.GELU.forward(layer, input)
 
 
@@ -193,8 +191,7 @@ def _pool(layer: nn.MaxPool2d, input: Tensor) -> Tensor:
     plain = sizes == [(2, 2), (2, 2)] and layer.padding in (0, (0, 0)) and layer.dilation in (1, (1, 1))
     whole = not layer.ceil_mode and not layer.return_indices and min(input.shape[-2:]) > 1
     if plain and whole and input.requires_grad and _trains_in_bf16(input):
-        out: Tensor = _Pool.apply(input)  # type: ignore[no-untyped-call]
-        return out
+        return cast(Tensor, _Pool.apply(input))  # type: ignore[no-untyped-call]
     return nn.MaxPool2d.forward(layer, input)  # type: ignore[no-any-return]
 
 

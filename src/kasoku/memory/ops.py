@@ -96,8 +96,7 @@ def gradients(
 
 def _run_layer(layer: Any, x: Tensor) -> Tensor:
     """The layer's own forward; one that works in place gets a copy, with the same bits."""
-    out: Tensor = type(layer).forward(layer, x.clone() if getattr(layer, "inplace", False) else x)
-    return out
+    return cast(Tensor, type(layer).forward(layer, x.clone() if getattr(layer, "inplace", False) else x))
 
 
 def _cast(x: Any, dtype: torch.dtype | None) -> Any:

@@ -143,8 +143,7 @@ class Segment:
                 hook(layer, (x,))
         weights = weights_of(nodes)
         learning = [p for p in weights if p.requires_grad]
-        out: Tensor = _SegmentFunction.apply(self, x, weights, *learning)  # type: ignore[no-untyped-call]
-        return out
+        return cast(Tensor, _SegmentFunction.apply(self, x, weights, *learning))  # type: ignore[no-untyped-call]
 
     def parts(self, n: int) -> list[slice]:
         """The chunks of n images."""

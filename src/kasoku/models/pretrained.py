@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Range, Stage, Technique, summary
+from kasoku.core.errors import first_of
 from kasoku.core.files import checked_file
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints keep the weights
@@ -108,7 +109,7 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> list[s
     other = [name for name, tensor in state.items() if name in own and tensor.shape != own[name].shape]
     misshapen = [f"{name} ({_shape(state[name])}, the model has {_shape(own[name])})" for name in other]
     kinds = {"missing": missing, "not in the model": unexpected, "of another shape": misshapen}
-    shown = {kind: ", ".join(names[:3] + ["..."] * (len(names) > 3)) for kind, names in kinds.items() if names}
+    shown = {kind: first_of(names, 3) for kind, names in kinds.items() if names}
     faults = [f"{len(kinds[kind])} {kind}: {names}" for kind, names in shown.items()]
     if faults:
         raise InputError(f"{path}: not weights of this {type(model).__name__}; {'; '.join(faults)}")

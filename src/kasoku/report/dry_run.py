@@ -1,6 +1,6 @@
 """A training before it starts: its batch, updates and rates as a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from torch import nn
 from kasoku.config.recipe import Recipe, network, optimizer
 from kasoku.config.updates import Moment, data_info, moments, updates, updates_in_epoch
 from kasoku.core import say
+from kasoku.core.errors import first_of
 from kasoku.data import Dataset, Facts, Files
 from kasoku.distributed.batchnorm.virtual_ranks import momentum
 from kasoku.report.loggers import print_table
@@ -53,7 +54,7 @@ def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module) -> dict[str, str
         row.append(f"{type(technique).__name__}({changed})")
     return {
         "network": f"{recipe.model.name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
-        "classes": f"{len(data.classes)}: {_some(data.classes)}",
+        "classes": f"{len(data.classes)}: {first_of(data.classes, _NAMES)}",
         "images": f"{len(data.train):,} to train, {len(data.test):,} to test{split}",
         "image size": f"{data.image_size[0]} pixels",
         **{name: ", ".join(row) for name, row in rows.items() if row},
@@ -67,17 +68,13 @@ def remark(recipe: Recipe, data: Dataset, outputs: int) -> str:
         counts = torch.bincount(split.labels_N, minlength=len(data.classes)).tolist()
         names = [name for name, count in zip(data.classes, counts, strict=True) if count <= few]
         if names:
-            found.append(f"{len(names)} of {len(data.classes)} classes with {line} ({_some(names)})")
+            found.append(f"{len(names)} of {len(data.classes)} classes with {line} ({first_of(names, _NAMES)})")
     if outputs > len(data.classes):
         given = "num_classes" in recipe.model.keys
         got = f"model.num_classes = {outputs}" if given else f"{recipe.model.name} has {outputs} outputs"
         advice = "leave num_classes out" if given else "give it num_classes"
         found.append(f"{got}, and the data has {len(data.classes)} classes: {advice}")
     return "; ".join(found)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
 
 
 def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ class ToyBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.norm(self.conv(x_NCHW)).relu())
-        return out
+        return cast(Tensor, self.dropout(self.norm(self.conv(x_NCHW)).relu()))
 
 
 class ToyNet(nn.Module):
@@ -36,8 +35,7 @@ class ToyNet(nn.Module):
             self.head = nn.Linear(8 * 16, 4)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        out: Tensor = self.head(nn.functional.avg_pool2d(self.stage(x_NCHW), 2).flatten(1))
-        return out
+        return cast(Tensor, self.head(nn.functional.avg_pool2d(self.stage(x_NCHW), 2).flatten(1)))
 
 
 class ToyBatches:

@@ -175,12 +175,10 @@ class AsyncSource:
     def close(self) -> None:
         """Writes how stale the updates were. Collective."""
         counts = self._exchange.staleness
-        updates = sum(counts.values())
-        mean = sum(staleness * n for staleness, n in counts.items()) / max(1, updates)
+        mean = sum(staleness * n for staleness, n in counts.items()) / max(1, counts.total())
         document = {"mean": round(mean, 3), "updates": {str(staleness): n for staleness, n in sorted(counts.items())}}
         self.state.write(lambda run: run.write("staleness.json", json.dumps(document) + "\n"))
-        most = max(counts, default=0)
-        lacked = f"{mean:.1f} updates of other ranks on average, at most {most}"
+        lacked = f"{mean:.1f} updates of other ranks on average, at most {max(counts, default=0)}"
         self.metrics.bar.say(f"staleness: an update lacked {lacked}")
         self._channel.close()
 

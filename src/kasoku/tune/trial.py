@@ -61,8 +61,7 @@ def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> 
     twin: Optimizer = object.__new__(type(own))
     for name, value in vars(own).items():
         if name.endswith("_hooks"):
-            kept = OrderedDict((key, hook) for key, hook in value.items() if key < first_hook)
-            vars(twin)[name] = kept
+            vars(twin)[name] = OrderedDict((key, hook) for key, hook in value.items() if key < first_hook)
         elif name != "step":  # patched by schedulers, which count steps
             vars(twin)[name] = copy.deepcopy(value, memo)
     return twin

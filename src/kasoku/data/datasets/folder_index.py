@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kasoku.core import Comm, InputError
 from kasoku.core.errors import summary
@@ -148,8 +148,7 @@ class OneScan:
             return self._listings[root]
         message = json.loads(zlib.decompress(self._message.result()))
         if root in message["listings"]:
-            listing: Listing = message["listings"][root]
-            return listing
+            return cast(Listing, message["listings"][root])
         if message["failed"]:
             raise InputError(message["failed"])
         return scan()

@@ -27,7 +27,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kasoku.core.errors import InputError, one_line
+from kasoku.core.errors import InputError, first_of, one_line
 from kasoku.core.files import lock, write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.core.limits import Checked, Range, checked
@@ -197,7 +197,7 @@ class _Run:
         self.bad += reasons
         most = max(1, self.images // 1000)
         if len(self.bad) > most:
-            got = f"more than {most} of {self.images:,} images cannot be packed: {_named(self.bad)}"
+            got = f"more than {most} of {self.images:,} images cannot be packed: {first_of(self.bad)}"
             raise InputError(f"{got}; mend them and run again, or remove them and pack into an empty folder")
 
     def shard(self, split: Encoded, file: str, first: int, rows: list[int]) -> Index:
@@ -252,7 +252,7 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
         images = [data for _, data in run.encoded(train, order_of(train, len(train), 0, 0)[:_ESTIMATED].tolist())]
         bytes_each = [len(member("", data)) + len(member("", b"0")) for data in images if isinstance(data, bytes)]
         if not bytes_each:
-            raise InputError(f"{dataset.name}: no image can be packed: {_named([str(data) for data in images])}")
+            raise InputError(f"{dataset.name}: no image can be packed: {first_of([str(data) for data in images])}")
         facts["images_per_shard"] = max(1, shard_bytes * len(bytes_each) // sum(bytes_each))
         write_text(run.home / "pack.json", json.dumps(facts, indent=1) + "\n")
         return facts
@@ -280,11 +280,7 @@ def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
     write_text(run.home / "pack.json", json.dumps(facts | {"bad": run.bad, "whole": True}, indent=1) + "\n")
     images, megabytes = sum(facts["counts"].values()), sum(shard["bytes"] for shard in facts["shards"]) / 1e6
     line = f"{images:,} images of {len(facts['classes'])} classes, {megabytes:,.1f} MB in {len(facts['shards'])} shards"
-    return f"{run.home}: {line}" + (f"; {len(run.bad)} left out: {_named(run.bad)}" if run.bad else "")
-
-
-def _named(bad: list[str]) -> str:
-    return ", ".join([*bad[:10], *(["..."] if len(bad) > 10 else [])])
+    return f"{run.home}: {line}" + (f"; {len(run.bad)} left out: {first_of(run.bad)}" if run.bad else "")
 
 
 def _baseline(data: bytes) -> bool:
