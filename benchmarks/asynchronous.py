@@ -47,7 +47,7 @@ import torch.distributed as dist
 from common import finish, parse
 from kasoku.core import Comm, Job
 from kasoku.distributed import Asynchronous, Fixed, Overlap, TorchComm
-from kasoku.distributed.async_sgd.quantization import CODECS
+from kasoku.distributed.async_sgd.worker import CODECS
 from kasoku.models import cnn11
 
 WARM, STEPS = 2, 12

@@ -43,8 +43,8 @@ from kasoku.data import Augment, Dataset, LowResolution, cifar10, loader, sample
 from kasoku.data.datasets.base import Memory, in_memory
 from kasoku.device import Device, choose
 from kasoku.distributed import Asynchronous, LowRank, Overlap, Wire
-from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.transport import InProcess
+from kasoku.distributed.async_sgd.worker import CODECS
 from kasoku.models import cifarnet, cnn11
 from kasoku.optim import Rate, cross_entropy, sgd
 from kasoku.training.evaluation import evaluate

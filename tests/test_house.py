@@ -29,7 +29,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "device": 800,
     "data": 4675,
     "distributed": 5770,
-    "memory": 1955,
+    "memory": 1945,
     "tracking": 255,
     "config": 1520,
     "tune": 1450,

@@ -19,8 +19,7 @@ from helpers.ranks import on_processes
 from helpers.timed import compute, timed
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.distributed import Asynchronous, Graded, OneBucket, Overlap, PerLayer
-from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.async_sgd.worker import WorkerGroup
+from kasoku.distributed.async_sgd.worker import CODECS, WorkerGroup
 
 SIZE = 3
 GROUPS = PerLayer(least_bytes=0)

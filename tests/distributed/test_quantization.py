@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kasoku.distributed.async_sgd.quantization import CODECS
+from kasoku.distributed.async_sgd.worker import CODECS
 
 
 @given(

@@ -13,7 +13,7 @@ from helpers.nets import FEW, assert_near, images, networks, one_step, peak_of_s
 from helpers.nets import blocks as light_blocks
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
-from kasoku.memory import SavedMemory, network, norms, ops
+from kasoku.memory import SavedMemory, network, ops
 from kasoku.memory.graph import GraphNode, LayerGraph
 from kasoku.memory.segment import build_program
 from kasoku.memory.solver import segment_choices
@@ -57,7 +57,7 @@ def in_place(layer: nn.BatchNorm2d, x: Tensor, dy: Tensor) -> list[Tensor]:
     node, area, given_dy = GraphNode("norm", (0,), layer), x.clone(), dy.clone()
     with torch.no_grad():
         _, side = ops.compute(node, [area], how=ops.Numerics())
-        dx, found = norms.gradients(node, dy, area, side, inplace=True)
+        dx, found = ops.norm_gradients(node, dy, area, side, inplace=True)
     assert dx.data_ptr() == area.data_ptr()
     assert dx.stride() == x.stride()
     assert torch.equal(dy, given_dy)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kasoku.memory.graph import GraphNode, Instruction, LayerGraph
-from kasoku.memory.norms import IN_PLACE_PARTS, group_sizes
-from kasoku.memory.ops import Numerics, has_2_bit_positions
+from kasoku.memory.ops import IN_PLACE_PARTS, Numerics, group_sizes, has_2_bit_positions
 from kasoku.memory.segment import Program
 
 _WORK_OF_A_BYTE = 16.0  # multiply-adds that a machine does while it moves a byte: 490 GFLOP/s against some 30 GB/s

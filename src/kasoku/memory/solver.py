@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kasoku.memory.graph import LayerGraph
 from kasoku.memory.memory_model import ChainSetting, MemoryNeed, memory_need
-from kasoku.memory.norms import group_sizes
+from kasoku.memory.ops import group_sizes
 from kasoku.memory.segment import Program, build_program
 
 _LONGEST = 4  # units in a segment

@@ -31,8 +31,7 @@ import torch
 
 from kasoku.core import InputError
 from kasoku.distributed import Asynchronous, Hierarchical, Mean, Reducer
-from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.async_sgd.worker import most_local_steps
+from kasoku.distributed.async_sgd.worker import CODECS, most_local_steps
 from kasoku.distributed.ddp.bucket_plan import Graded, Planned, Policy, search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, Sized, UnitTimes, forecast
 from kasoku.simulate import collectives, compute_model

@@ -26,9 +26,8 @@ from torch import Tensor
 from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, copy_buffers, means_over
-from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
-from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
+from kasoku.distributed.async_sgd.worker import CODECS, WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex

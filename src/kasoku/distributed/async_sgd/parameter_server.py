@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm, Trace
-from kasoku.distributed.async_sgd.quantization import Codec
-from kasoku.distributed.async_sgd.worker import Reply, WorkerGroup
+from kasoku.distributed.async_sgd.worker import Codec, Reply, WorkerGroup
 
 Head = Sequence[int]  # of a request or a reply: a request's kind, and up to three more numbers
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of requests
