@@ -7,7 +7,7 @@ import pytest
 from helpers.made import fill
 from kasoku.core import InputError
 from kasoku.data import folder
-from kasoku.data.datasets.folder_index import arranged
+from kasoku.data.datasets.folder import arranged
 from kasoku.data.remote.store import Store
 
 

@@ -19,7 +19,7 @@ from kasoku.commands import train
 from kasoku.config.recipe import load
 from kasoku.core import InputError, Threads
 from kasoku.data import folder
-from kasoku.data.datasets.folder_index import OneScan, once
+from kasoku.data.datasets.folder import OneScan, once
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.startup import Start
 from kasoku.training.trainer import build

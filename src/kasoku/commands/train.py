@@ -140,7 +140,7 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
-    from kasoku.data.datasets.folder_index import scanned_once
+    from kasoku.data.datasets.folder import scanned_once
     from kasoku.report import dry_run, print_table
     from kasoku.training import elastic, trainer
 

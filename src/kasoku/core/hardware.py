@@ -19,9 +19,7 @@ def computes_bf16(device: torch.device) -> bool:
     """True where the hardware computes bfloat16: CUDA from 8.0, x86 with avx512_bf16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "cpu":
-        return cpu_computes_bf16()
-    return False
+    return device.type == "cpu" and cpu_computes_bf16()
 
 
 def laid_out_like(p: Tensor, x: Any) -> Any:

@@ -44,10 +44,7 @@ def huggingface(model_name: str, *, pretrained: bool = False, **settings: Any) -
         if not hasattr(known, name) and name not in _SHAPE:
             raise InputError(f"{name}: {type(known).__name__} has no such setting{nearest(name, known.to_dict())}")
     given = {name: value for name, value in settings.items() if hasattr(known, name) and name != "num_labels"}
-    if document:
-        config = AutoConfig.from_pretrained(folder, **here, **given)
-    else:
-        config = AutoConfig.for_model(kind, **given)
+    config = AutoConfig.from_pretrained(folder, **here, **given) if document else AutoConfig.for_model(kind, **given)
     config.num_labels = settings.get("num_labels", config.num_labels)  # as an argument it would warn of other labels
     if not pretrained:
         model: nn.Module = AutoModelForImageClassification.from_config(config, dtype=torch.float32)

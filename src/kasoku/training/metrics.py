@@ -31,8 +31,6 @@ class Metrics:
     step is checked; on other devices they are collected and read twice a second, and always before anything is written.
 
     Note: many ranks. Rank 0 has the log and the bar; the utilization and the memory are of its device.
-
-    Attributes: `loss`: the last one that was read; `images_begun`: images of the step under way.
     """
 
     def __init__(self, state: RunState, *, started: float, resumed: bool, quiet: bool) -> None:
@@ -46,7 +44,7 @@ class Metrics:
         self.log.mlperf("train_samples", len(training.dataset.train))
         self.log.mlperf("eval_samples", len(training.dataset.test))
         self.log.mlperf("run_start", event="INTERVAL_START")
-        self.loss, self._shown_s = math.nan, -math.inf
+        self.loss, self._shown_s = math.nan, -math.inf  # the last one that was read, and when it was shown
         self._losses: list[Tensor] = []
         self._sum, self._parts, self.images_begun = torch.zeros(()), 0, 0  # of the step under way
         self.own_sum, self.own_count = 0.0, 0  # this rank's losses since the last sync point

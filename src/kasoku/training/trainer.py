@@ -18,7 +18,7 @@ from kasoku.config.updates import updates
 from kasoku.core import Comm, CorruptionError, InputError, Job, attributed
 from kasoku.core.comm import default_comm
 from kasoku.data import Dataset, Loader, Shares, loader, sample
-from kasoku.data.datasets.folder_index import OneScan
+from kasoku.data.datasets.folder import OneScan
 from kasoku.data.remote.store import send
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.distributed.consensus import SHARED_ERRORS, assert_same_on_all_ranks, model_facts, run_on_all_ranks

@@ -24,8 +24,7 @@ import torch
 
 from kasoku.core.errors import InputError, nearest, summary
 from kasoku.data.datasets.base import Dataset, check_labels
-from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, folder, split_off
-from kasoku.data.datasets.folder_index import LISTS, used_parts
+from kasoku.data.datasets.folder import LISTS, check_settings, folder, photos, split_off, used_parts
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.loading.shuffle import draws, order
 from kasoku.data.packs.reader import shards
@@ -149,9 +148,8 @@ def parquet(  # noqa: PLR0913
     starts_G = np.cumsum([0, *(facts.num_rows for *_, facts in groups)]).tolist()[:-1]
     whole = Rows(cell, names_G, starts_G, np.arange(len(labels_N)), labels_N, window)
     test_N = np.repeat(is_test, [len(file.labels) for file in files])
-    train, test, undivided = split_off(whole, test_N, validation, seed, store.shown)
-    facts = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, undivided)
-    return Dataset(store.shown.rpartition("/")[2], classes, train, test, *facts)
+    parts = split_off(whole, test_N, validation, seed, store.shown)
+    return photos(store.shown.rpartition("/")[2], classes, parts, size, max_bad_fraction)
 
 
 class _ParquetFile:
@@ -258,9 +256,8 @@ def hugging_face(
         return HERE.read(os.path.abspath(path)) if data is None and path else data
 
     test_N = np.repeat(is_test, [len(parts[part]) for part in used])
-    train, test, undivided = split_off(Rows(cell, [shown], [0], rows_N, labels_N), test_N, 0.1, 0, shown)
-    facts = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, undivided)
-    return Dataset(os.path.basename(shown), classes, train, test, *facts)
+    divided = split_off(Rows(cell, [shown], [0], rows_N, labels_N), test_N, 0.1, 0, shown)
+    return photos(os.path.basename(shown), classes, divided, size, max_bad_fraction)
 
 
 def _library(module: str, least: int) -> Any:

@@ -20,8 +20,7 @@ import torch
 
 from kasoku.core.errors import InputError, one_line, say, summary
 from kasoku.data.datasets.base import Dataset
-from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, split_off
-from kasoku.data.datasets.folder_index import used_parts
+from kasoku.data.datasets.folder import check_settings, photos, split_off, used_parts
 from kasoku.data.decode.decode import is_image
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
 from kasoku.data.remote.cache import cache_folder, keep
@@ -154,9 +153,7 @@ def shards(  # noqa: PLR0913
     except Damaged as damaged:
         raise InputError(f"{top}/{damaged}; run `kasoku pack --verify {top}`") from damaged
     test_N = np.array(used_parts(whole.files)[1])[whole.place_N5[:, 0]]
-    train, test, undivided = split_off(whole, test_N, validation, seed, top)
-    rest = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction, undivided)
-    return Dataset(name, classes, train, test, *rest)
+    return photos(name, classes, split_off(whole, test_N, validation, seed, top), size, max_bad_fraction)
 
 
 # ---- packs of our own

@@ -24,13 +24,10 @@ _STRETCH = 1 << 16  # elements: 256 KiB
 
 
 class ParameterShard:
-    """The owned part, of n elements, of one group of parameters; `workers` send updates, of which it adds `share`.
-
-    Attributes: `weights`: the authoritative values. `staleness`: the number of updates since `begin` by staleness.
-    """
+    """The owned part, of n elements, of one group of parameters; `workers` send updates, of which it adds `share`."""
 
     def __init__(self, n: int, workers: Sequence[int], codec: Codec, share: float) -> None:
-        self.weights = torch.zeros(n)
+        self.weights = torch.zeros(n)  # the authoritative values
         self.codec = codec
         self._workers, self._share = workers, share
         self._lock = threading.Lock()
@@ -40,7 +37,7 @@ class ParameterShard:
         """Starts from weights that all workers have."""
         with self._lock:
             self.weights.copy_(weights)
-            self.staleness, self._updates = Counter[int](), Counter[int]()  # by staleness, and by rank
+            self.staleness, self._updates = Counter[int](), Counter[int]()  # updates from here on, by each and by rank
             self._copies = {rank: weights.clone() for rank in self._workers} if not self.codec.exact else {}
 
     def take(self, rank: int, update: Tensor, version: int, out: Tensor) -> int:
