@@ -11,7 +11,7 @@ import torch
 
 from kasoku.commands.arguments import SearchArguments
 from kasoku.config import trust
-from kasoku.config.recipe import dumps
+from kasoku.config.recipe import Recipe, dumps, read_early
 from kasoku.core import InputError, say
 from kasoku.core.hardware import cores
 from kasoku.distributed.local_launch import STARTED, train_arguments
@@ -52,6 +52,8 @@ def run(arguments: SearchArguments) -> int:
         arguments.jobs,
         about="\n".join([dumps(recipe), *(f"{path}: {values}" for path, values in space.items())]),
         environment=partial(_environment, arguments.jobs),
+        pruner=arguments.pruner,
+        prepare=partial(_prepare, recipe),
     )
     print(f"{arguments.trials} trials, {arguments.jobs} at once, in {folder}", flush=True)
     with signals() as caught:
@@ -61,6 +63,13 @@ def run(arguments: SearchArguments) -> int:
         say(f"stopped by {caught[0]}; go on with the same command and --out {folder}")
         return STOPPED
     return 0
+
+
+def _prepare(recipe: Recipe) -> None:
+    """What trials have in common, done once."""
+    import kasoku.training.trainer  # noqa: F401 - takes half a second
+
+    read_early(recipe)
 
 
 def _environment(jobs: int, job: int) -> dict[str, str]:
