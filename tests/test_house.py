@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2155,
+    "core": 2157,
     "optim": 1040,
     "models": 870,
     "device": 810,
@@ -31,12 +31,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 5775,
     "memory": 1955,
     "tracking": 255,
-    "config": 1531,
-    "tune": 1641,
+    "config": 1526,
+    "tune": 1661,  # +211: forks of a warm process, and halving, in kasoku search
     "simulate": 1425,
     "report": 2360,
     "training": 2690,
-    "commands": 1921,
+    "commands": 1917,
     "testing": 615,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

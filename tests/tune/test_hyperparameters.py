@@ -12,7 +12,17 @@ import pytest
 
 from kasoku.config.toml import inline
 from kasoku.core import InputError
-from kasoku.tune.hyperparameters import Between, OneOf, SearchSettings, accuracies, read_space, search
+from kasoku.tune.fork_server import new_process
+from kasoku.tune.hyperparameters import (
+    Between,
+    OneOf,
+    SearchSettings,
+    _TrialProcess,
+    _Trials,
+    accuracies,
+    read_space,
+    search,
+)
 
 # Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`; says it as training does.
 FAKE = """
@@ -134,6 +144,25 @@ def test_halving_ends_trials_outside_the_best_quarter_at_a_rung(plan):
     assert 1 <= len(evaluated) < 60
     unpruned = search(plan(space, 6, "evaluations=5", "top1=0.2", pruner="none", **about), say=quiet)
     assert [outcome.how for outcome in unpruned] == ["done"] * 5 + ["pruned"]
+
+
+@pytest.mark.parametrize("evaluations", range(1, 20))
+def test_halving_judges_after_1_4_and_16_evaluations(evaluations, plan, tmp_path):
+    optuna = pytest.importorskip("optuna")
+    (tmp_path / "search").mkdir()
+    trials = _Trials(optuna, plan(ACCURACY, 9), quiet, new_process)
+    for number in range(3):
+        better = {"folder": f"better-{number}"}
+        values = dict.fromkeys(range(20), 0.9)
+        trials.study.add_trial(optuna.trial.create_trial(value=0.9, intermediate_values=values, user_attrs=better))
+    trial = trials.study.ask()
+    trial.set_user_attr("folder", "behind")
+    run = _TrialProcess(trial, None, Path("behind"), judged=evaluations - 1)
+    for i in range(evaluations):
+        trial.report(0.1, i)
+    run.reported = evaluations
+    assert trials._is_behind(run) == (evaluations in {1, 4, 16})
+    assert not trials._is_behind(run)
 
 
 @pytest.mark.process

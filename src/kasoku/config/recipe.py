@@ -26,10 +26,10 @@ from kasoku.device import Device
 
 T = TypeVar("T")
 _MOST_EPOCHS = 100_000  # a preview loops over them
+_READ: list[tuple[Factory, Dataset]] = []  # by read_early
 _TOO_LARGE = ("allocate memory", "Storage size calculation overflowed")  # of torch's errors
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "tune.", "device.", "faults.", "data.root")  # if resumed
 AUTO = "auto"  # in the place of a batch: tuned before training
-_READ: list[tuple[Factory, Dataset]] = []  # by read_early
 _AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has
 
 

@@ -1,8 +1,9 @@
 """A fork server: trials start as copies of a process that has imported torch and read the data.
 
-Note: who is whose child. The server forks a child that forks the trial and ends, so that the trial becomes a child of
-the search, which is a subreaper meanwhile (prctl(2)). So trials outlive a server that is killed, the search has their
-exit codes, and later trials start as new processes.
+Note: parents. The server forks a middle process, which forks the trial and ends, so that the trial becomes a child of
+the search, a subreaper meanwhile (prctl(2)). So trials outlive a server that is killed, the search has their exit
+codes, and later trials start as new processes. The search also becomes the parent of processes that its trials leave
+behind; those that have ended stay in the process table until it ends.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +23,10 @@ from pathlib import Path
 
 import torch
 
+from kasoku.core.torch_internals import cuda_is_lost_to_forks
 from kasoku.distributed.local_launch import end_with_parent
 
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+_SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # of prctl(2)
 
 
 class ForkedProcess:
@@ -35,8 +38,11 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            except ChildProcessError:  # waited for elsewhere: as in Popen, its code is lost
+                self.returncode = 0
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
@@ -60,73 +66,84 @@ def new_process(command: Sequence[str], environment: Mapping[str, str], log: Pat
 def fork_server(prepare: Callable[[], object]) -> Iterator[Start]:
     """Starts commands `python -m MODULE ...` or `python FILE ...`, as `new_process` does, in forks of one process.
 
-    `prepare`: imports and reads what the commands need, in that process; its errors are ignored, as the commands will
-    have them too. Neither it nor this process may have asked for a GPU, even whether there is one: CUDA cannot be used
-    in a fork then. Linux only; new processes elsewhere.
+    Functions of `atexit` do not run in the forks. New processes follow where forks are not possible: not on Linux, in a
+    process with several threads, after CUDA was asked for.
+
+    `prepare`: imports and reads what the commands need, in the server; its errors are ignored, as the commands will
+    have them too. This process must not have computed on several threads: torch would wait for them in the forks.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or threading.active_count() > 1:
         yield new_process
         return
-    ours, theirs = socket.socketpair()
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_GET_SUBREAPER, ctypes.byref(before))
+    client, server_end = socket.socketpair()
+    for stream in filter(None, (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
+        stream.flush()
+    search = os.getpid()
     server = os.fork()
     if not server:
         with suppress(BaseException):
-            ours.close()
-            _serve(theirs, prepare)
+            client.close()
+            _serve(server_end, prepare, search)
         os._exit(0)
-    theirs.close()
-    replies = ours.makefile()
+    prctl(_SET_SUBREAPER, 1)
+    server_end.close()
+    replies = client.makefile()
 
     def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
         try:
-            ours.sendall(json.dumps([[*command], {**environment}, str(log)]).encode() + b"\n")
+            client.sendall(json.dumps([[*command], {**environment}, str(log)]).encode() + b"\n")
             return ForkedProcess(int(replies.readline()))
-        except (OSError, ValueError):  # the server was killed
+        except (OSError, ValueError):  # the server was killed, or cannot fork
             return new_process(command, environment, log)
 
     try:
         yield start
     finally:
         replies.close()
-        ours.close()
+        client.close()
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
-        ctypes.CDLL(None).prctl(_SUBREAPER, 0)
+        prctl(_SET_SUBREAPER, before.value)
 
 
-def _serve(theirs: socket.socket, prepare: Callable[[], object]) -> None:
+def _serve(server_end: socket.socket, prepare: Callable[[], object], search: int) -> None:
     """Forks a trial for each line of the socket, and answers with its process number; ends with the search."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C does not reach it
     end_with_parent(signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
-        os.dup2(nowhere, stream)
+        os.dup2(devnull, stream)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     with suppress(Exception):
         prepare()
-    requests = theirs.makefile()
+    requests = server_end.makefile()
     for request in requests:
         command, environment, log = json.loads(request)
-        between = os.fork()
-        if not between:
-            between = os.getpid()
+        middle = os.fork()
+        if not middle:
+            if cuda_is_lost_to_forks():
+                os._exit(0)
+            middle = os.getpid()
             if trial := os.fork():
-                theirs.sendall(f"{trial}".encode())
+                server_end.sendall(f"{trial}".encode())
                 os._exit(0)
             requests.close()
-            theirs.close()
-            while os.getppid() == between:  # before the trial asks to be ended with its parent
+            server_end.close()
+            while os.getppid() == middle:  # it asks to be ended with its parent, which is the search then
                 time.sleep(0.001)
+            end_with_parent(signal.SIGTERM)
+            if os.getppid() != search:
+                os._exit(1)
             torch.set_num_threads(threads)
             _run(command[1:], environment, log)
-        os.waitpid(between, 0)
-        theirs.sendall(b"\n")  # now the trial is the search's child
+        os.waitpid(middle, 0)
+        server_end.sendall(b"\n")  # now the trial is the search's child
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], log: str) -> None:
@@ -146,6 +163,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], log: str) -> None
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = [*words]
+            sys.path[0] = str(Path(words[0]).parent)
             runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as end:

@@ -32,7 +32,7 @@ _GRACE_S = 120.0  # from SIGTERM to SIGKILL, to write a checkpoint
 _MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their settings
 _REMEDY = "mend that, and give another --out"
 _FIGURES = ("top1", "seconds")  # of a trial's result.json
-_FOURTH = 4  # successive halving: one trial in so many goes on, to as many times the evaluations
+_REDUCTION = 4  # of successive halving: one trial in 4 goes on, to 4 times the evaluations
 
 Pruner = Literal["halving", "median", "none"]
 
@@ -252,7 +252,7 @@ class _Trials:
             trial.set_user_attr("settings", settings)
             options = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
             command = [*self.plan.command, *options, "--out", str(folder), *(["--continue"] if earlier else [])]
-            judged = len(_evaluations(folder))
+            judged = trial.user_attrs.get("judged", len(_evaluations(folder)))
             process = self.start(command, os.environ | self.plan.environment(job), Path(f"{folder}.log"))
             self.running[job] = _TrialProcess(trial, process, folder, judged=judged)
             self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
@@ -266,11 +266,13 @@ class _Trials:
         for job, run in list(self.running.items()):
             if (code := run.process.poll()) is not None:
                 del self.running[job]
+                number, attributes = run.trial.number, run.trial.user_attrs
+                killed_by = -code if code < 0 else max(0, code - 128)  # with several ranks a launcher says so
                 if ending and not run.pruned and code:
-                    self._enqueue_again(self.study.trials[run.trial.number])
-                elif code < 0 and not run.ended_s and "killed" not in run.trial.user_attrs:
-                    self._enqueue_again(self.study.trials[run.trial.number], killed=signal.Signals(-code).name)
-                    self.say(f"trial {run.trial.number + 1}: ended by {signal.Signals(-code).name}; it is continued")
+                    self._enqueue_again(self.study.trials[number], judged=run.judged)
+                elif killed_by and not run.ended_s and not attributes.get("killed"):
+                    self._enqueue_again(self.study.trials[number], judged=run.judged, killed=True)
+                    self.say(f"trial {number + 1}: killed by signal {killed_by}; it is continued")
                 else:
                     self._finish(run)
                     self.say(str(TrialResult.of(run.trial)))
@@ -290,6 +292,7 @@ class _Trials:
         finally:
             for run in self.running.values():
                 run.process.send_signal(signal.SIGKILL)
+            for run in self.running.values():
                 while run.process.poll() is None:
                     time.sleep(_POLL_S / 10)
 
@@ -311,24 +314,25 @@ class _Trials:
         if self.plan.pruner == "median":
             return bool(run.trial.should_prune())
         new, run.judged = range(run.judged, run.reported), max(run.judged, run.reported)
-        rungs = {_FOURTH**k - 1 for k in range(10)} if self.plan.pruner == "halving" else set()
+        rungs = {_REDUCTION**k - 1 for k in range(10)} if self.plan.pruner == "halving" else set()
         trials = self.study.get_trials(deepcopy=False) if rungs.intersection(new) else ()
         for rung in rungs.intersection(new):
             reached = [trial for trial in trials if rung in trial.intermediate_values]
             values = {trial.user_attrs["folder"]: trial.intermediate_values[rung] for trial in reached}
-            best = sorted(values.values(), reverse=True)[: max(1, len(values) // _FOURTH)]
+            best = sorted(values.values(), reverse=True)[: max(1, len(values) // _REDUCTION)]
             if values[str(run.folder)] < best[-1]:
                 return True
         return False
 
     def _finish(self, run: _TrialProcess) -> None:
         """Reports the end of a trial to the study."""
-        code, result = run.process.poll() or 0, dict[str, float | None]()
+        code, result, stopped = run.process.poll() or 0, dict[str, float | None](), None
         with suppress(OSError, ValueError):
             document = json.loads((run.folder / "result.json").read_text())
             result = {name: document.get(name) for name in _FIGURES}
+            stopped = document.get("stopped")  # pruned after its last evaluation, a trial may still end by itself
         self._report(run)
-        if code == 0 and result.get("top1") is not None:
+        if (code == 0 or (run.pruned and not stopped)) and result.get("top1") is not None:
             how, report = "done", {"values": result["top1"]}
         elif run.pruned:
             how, report = "pruned", {"state": self.states.PRUNED}
@@ -347,10 +351,10 @@ class _Trials:
         self.ended.append(how)
         self.study.tell(run.trial, **report)
 
-    def _enqueue_again(self, stopped: Any, **attributes: str) -> None:
+    def _enqueue_again(self, stopped: Any, **attributes: Any) -> None:
         """Enqueues a stopped trial with the same settings and these attributes, to be continued in its folder."""
-        if folder := stopped.user_attrs.get("folder"):
-            attributes["folder"] = folder
+        kept = {name: stopped.user_attrs[name] for name in ("folder", "killed") if name in stopped.user_attrs}
+        attributes = kept | attributes
         self.study.tell(stopped.number, state=self.states.FAIL)
         self.study.enqueue_trial(stopped.params, user_attrs=attributes)
 
