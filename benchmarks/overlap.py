@@ -6,13 +6,17 @@
 As root: two ranks in network namespaces of their own, a core and one thread each, gloo, bf16 autocast. The link is
 shaped until the all-reduce of all gradients alone takes as long as forward, backward and update alone (balanced), 2.5
 times as long (comm_bound), or not at all (compute_bound). Interleaved in one run: computing alone (both ranks at once),
-the all-reduce alone, computing beside an all-reduce of unrelated buffers (bound_contended), DDP with its default and
-with bucket_cap_mb of 1, 2, 5, 10 and 25, ours with a barrier, ours overlapped. A step is timed from the start of one
+the all-reduce alone, computing beside an all-reduce of unrelated buffers (bound_contended), ours with a barrier, ours
+overlapped, and the rivals: DDP with its defaults; DDP with gradient_as_bucket_view and static_graph, and bucket_cap_mb
+of 1, 2, 5, 10 and 25, or a list that grows from 1 MiB at the output to 25; FSDP2 (fully_shard, reshard_after_forward =
+False) with a group a layer or a group a block. FSDP2 takes contiguous weights only, and torch's fused SGD does not take
+its parameters: its optimizer is the foreach form, of the same maths. A step is timed from the start of one
 forward to the start of another, with the one before still under way.
 --own: instead of DDP, what [003] compares: one all-reduce after backward (after), all-reduces behind backward
 (barrier), and behind the next forward too (ours). Without root the ranks meet over loopback, which is not shaped: there
 is almost nothing to hide, so the ratios of these three are null, and only their seconds are there.
-ours_over_best_ddp: the median of ours over the least median of DDP's. ours_over_bound: over max(computing, all-reduce).
+ours_over_best_ddp: the median of ours over the least median of DDP's; ours_over_best_of_all: of all rivals'.
+ours_over_bound: over max(computing, all-reduce).
 Result: records/. Why it matters: what communication shows is time that all devices lose.
 """
 
@@ -23,8 +27,13 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cluster import MODES, Side, Transfer, Workload, Wrap, balance, connected, on_hosts, ours, ratio, rounds
@@ -32,9 +41,11 @@ from common import finish, parse, spread
 from kasoku.distributed import OneBucket
 
 BUCKETS_MB = (1, 2, 5, 10, 25)
+GROWING_MB = [1, 2, 4, 8, 16, 25]
 STEPS, BUDGET_S = 3, 300
 CLAIMS = {  # of overlap/MODEL/CASE
     "over_best_ddp": ("ours_over_best_ddp", "all_reduce_over_compute", "best_ddp"),
+    "over_best_of_all": ("ours_over_best_of_all", "best_of_all"),
     "over_bound": ("ours_over_bound", "bound_contended"),
 }
 
@@ -42,6 +53,26 @@ CLAIMS = {  # of overlap/MODEL/CASE
 def ddp(**more: Any) -> Wrap:
     """Wraps a model with torch's DDP."""
     return lambda model, optimizer: (DistributedDataParallel(model, **more), None)
+
+
+def fsdp(by_layer: bool) -> Wrap:
+    """Shards a model with FSDP2: a group for each layer, or for each child of the model and of its sequences."""
+
+    def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, None]:
+        mesh, names = init_device_mesh("cpu", (2,)), {p: name for name, p in model.named_parameters()}
+        model.to(memory_format=torch.contiguous_format)
+        layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+        children = [*model.children()]
+        blocks = [part for child in children for part in (child if isinstance(child, nn.Sequential) else [child])]
+        groups = layers if by_layer else [block for block in blocks if [*block.parameters()]]
+        for module in (*groups, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        sharded = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group |= {"params": [sharded[names[p]] for p in group["params"]], "fused": False, "foreach": True}
+        return model, None
+
+    return wrap
 
 
 def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
@@ -67,8 +98,11 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
     if own:
         sides["after"] = Side(work, comm, ours(comm, OneBucket(), next_forward=False))
     else:
+        viewed = partial(ddp, gradient_as_bucket_view=True, static_graph=True)
         sides["ddp"] = Side(work, comm, ddp())
-        sides |= {f"ddp_{mb}": Side(work, comm, ddp(bucket_cap_mb=mb)) for mb in BUCKETS_MB}
+        sides |= {f"ddp_{mb}": Side(work, comm, viewed(bucket_cap_mb=mb)) for mb in BUCKETS_MB}
+        sides["ddp_growing"] = Side(work, comm, viewed(bucket_cap_mb_list=GROWING_MB))
+        sides |= {f"fsdp_{name}": Side(work, comm, fsdp(name == "layer")) for name in ("layer", "block")}
     for name in set(sides) - {"compute", "all_reduce", "contended"}:  # DDP lays its buckets out anew after a step
         sides[name]()
     sides |= {"barrier": barrier, "ours": hidden}
@@ -80,7 +114,7 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
 def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float]]) -> None:
     """The figures of the rounds."""
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    rivals = [name for name in median if name.startswith("ddp")]
+    rivals = [name for name in median if name.startswith(("ddp", "fsdp"))]
     bound = max(median["compute"], median["all_reduce"])
     figures: dict[str, object] = {
         "ours_over_bound": round(median["ours"] / bound, 4),
@@ -93,9 +127,15 @@ def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float
     }
     claims: dict[str, tuple[str, ...]] = {}
     if rivals:
-        best = min(rivals, key=lambda name: median[name])
+        best = min((name for name in rivals if name.startswith("ddp")), key=lambda name: median[name])
+        best_of_all = min(rivals, key=lambda name: median[name])
         figures |= {f"{name}_over_best_ddp": round(median[name] / median[best], 4) for name in ("ours", "barrier")}
         figures |= {"best_ddp": best, "ours_over_best_ddp_spread": ratio(seconds["ours"], seconds[best])}
+        figures |= {
+            "best_of_all": best_of_all,
+            "ours_over_best_of_all": round(median["ours"] / median[best_of_all], 4),
+            "ours_over_best_of_all_spread": ratio(seconds["ours"], seconds[best_of_all]),
+        }
         claims = {f"overlap/{work.model}/{case}/{k}": keys for k, keys in CLAIMS.items()}
     else:
         figures |= {f"{name}_over_after": round(median[name] / median["after"], 4) for name in ("ours", "barrier")}

@@ -23,21 +23,21 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2156,
+    "core": 2157,
     "optim": 1040,
-    "models": 870,
-    "device": 800,
-    "data": 4675,
-    "distributed": 5770,
-    "memory": 1945,
-    "tracking": 255,
-    "config": 1520,
-    "tune": 1450,
-    "simulate": 1405,
-    "report": 2270,
-    "training": 2770,
-    "commands": 1905,
-    "testing": 615,
+    "models": 867,
+    "device": 798,
+    "data": 4668,
+    "distributed": 5758,
+    "memory": 1942,
+    "tracking": 251,
+    "config": 1526,
+    "tune": 1660,  # forks of a warm process, and halving, in kasoku search
+    "simulate": 1401,
+    "report": 2264,
+    "training": 2765,
+    "commands": 1916,
+    "testing": 609,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

@@ -12,7 +12,17 @@ import pytest
 
 from kasoku.config.toml import inline
 from kasoku.core import InputError
-from kasoku.tune.hyperparameters import Between, OneOf, SearchSettings, accuracies, read_space, search
+from kasoku.tune.fork_server import new_process
+from kasoku.tune.hyperparameters import (
+    Between,
+    OneOf,
+    SearchSettings,
+    _TrialProcess,
+    _Trials,
+    accuracies,
+    read_space,
+    search,
+)
 
 # Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`; says it as training does.
 FAKE = """
@@ -109,7 +119,7 @@ def test_the_same_search_goes_on_where_it_ended_with_other_proposals(plan, tmp_p
 def test_a_trial_below_the_median_is_ended_by_sigterm_while_it_runs(plan, tmp_path):
     """Five good ones first: fewer make no median."""
     space = {"top1": OneOf((0.9,))}
-    about = {"about": "the same"}
+    about = {"about": "the same", "pruner": "median"}
     search(plan(space, 5, "evaluations=60", **about), say=quiet)
     bad = {"top1": OneOf((0.9,)), "pause": OneOf((0.1,))}
     # the trials are told apart by what stands before their own settings
@@ -120,6 +130,67 @@ def test_a_trial_below_the_median_is_ended_by_sigterm_while_it_runs(plan, tmp_pa
     assert result["stopped"] == "SIGTERM"
     assert result["epochs"] < 60
     assert outcomes[-1] == pruned
+
+
+@pytest.mark.process
+def test_halving_ends_trials_outside_the_best_quarter_at_a_rung(plan):
+    space, about = {"pause": OneOf((0.05,))}, {"about": "the same"}
+    for trials, top1 in enumerate(("0.3", "0.4", "0.5", "0.6"), start=1):  # each the best so far
+        outcomes = search(plan(space, trials, "evaluations=5", f"top1={top1}", **about), say=quiet)
+        assert {outcome.how for outcome in outcomes} == {"done"}
+    outcomes = search(plan(space, 5, "evaluations=60", "top1=0.55", **about), say=quiet)
+    assert [outcome.how for outcome in outcomes] == ["done"] * 4 + ["pruned"]
+    evaluated = Path(outcomes[-1].folder, "metrics.jsonl").read_text().splitlines()
+    assert 1 <= len(evaluated) < 60
+    unpruned = search(plan(space, 6, "evaluations=5", "top1=0.2", pruner="none", **about), say=quiet)
+    assert [outcome.how for outcome in unpruned] == ["done"] * 5 + ["pruned"]
+
+
+@pytest.mark.parametrize("evaluations", range(1, 20))
+def test_halving_judges_after_1_4_and_16_evaluations(evaluations, plan, tmp_path):
+    optuna = pytest.importorskip("optuna")
+    (tmp_path / "search").mkdir()
+    trials = _Trials(optuna, plan(ACCURACY, 9), quiet, new_process)
+    for number in range(3):
+        better = {"folder": f"better-{number}"}
+        values = dict.fromkeys(range(20), 0.9)
+        trials.study.add_trial(optuna.trial.create_trial(value=0.9, intermediate_values=values, user_attrs=better))
+    trial = trials.study.ask()
+    trial.set_user_attr("folder", "behind")
+    run = _TrialProcess(trial, None, Path("behind"), judged=evaluations - 1)
+    for i in range(evaluations):
+        trial.report(0.1, i)
+    run.reported = evaluations
+    assert trials._is_behind(run) == (evaluations in {1, 4, 16})
+    assert not trials._is_behind(run)
+
+
+@pytest.mark.process
+def test_a_continued_trial_is_not_judged_at_rungs_it_has_passed(plan, tmp_path):
+    """It passed the first one alone, four better ones followed, and it goes on."""
+    space, about = {"top1": OneOf((0.3,))}, {"about": "the same"}
+    caught: list[str] = []
+    log = tmp_path / "search" / "trial-1" / "metrics.jsonl"
+
+    def when_begun() -> None:
+        deadline = time.monotonic() + 60
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        caught.append("SIGINT")
+
+    other = threading.Thread(target=when_begun)
+    other.start()
+    assert search(plan(space, 1, "evaluations=200", "pause=0.3", **about), caught=caught, say=quiet) == []
+    other.join()
+    evaluated = len(log.read_text().splitlines())
+    optuna = pytest.importorskip("optuna")
+    journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "search" / "search.journal"))
+    study = optuna.load_study(study_name="kasoku", storage=optuna.storages.JournalStorage(journal))
+    for number in range(4):
+        values, attributes = dict.fromkeys(range(evaluated), 0.9), {"folder": f"better-{number}"}
+        study.add_trial(optuna.trial.create_trial(value=0.9, intermediate_values=values, user_attrs=attributes))
+    (outcome,) = search(plan(space, 1, f"evaluations={evaluated + 1}", "pause=0.3", **about), say=quiet)
+    assert outcome.how == "done"
 
 
 def test_a_signal_ends_the_trials_under_way_which_are_gone_on_with_later(plan, tmp_path):

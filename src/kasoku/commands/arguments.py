@@ -234,6 +234,11 @@ class SearchArguments(RecipeArguments):
     space: Path = option(required=True, metavar="FILE", help="TOML: path = {low, high, log, step} or {choices}")
     trials: int = option(required=True, metavar="N", help="the number of trials, with those of earlier parts")
     jobs: int = option(default=1, metavar="K", help="trainings at once (default: 1)")
+    pruner: Literal["halving", "median", "none"] = option(
+        choices=("halving", "median", "none"),
+        default="halving",
+        help="end trials outside the best quarter after 1, 4, 16 evaluations, or below the median (default: halving)",
+    )
     out: Path | None = option(metavar="DIR", help="the folder of the search; if it holds one, that goes on")
     if_interrupted: ClassVar[str] = "finished trials stay, and the same command with --out goes on there"
 

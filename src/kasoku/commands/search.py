@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 
 import torch
 
 from kasoku.commands.arguments import SearchArguments
 from kasoku.config import trust
-from kasoku.config.recipe import dumps
+from kasoku.config.recipe import Recipe, dumps, read_early
 from kasoku.core import InputError, say
 from kasoku.core.hardware import cores
 from kasoku.distributed.local_launch import STARTED, train_arguments
@@ -52,6 +53,8 @@ def run(arguments: SearchArguments) -> int:
         arguments.jobs,
         about="\n".join([dumps(recipe), *(f"{path}: {values}" for path, values in space.items())]),
         environment=partial(_environment, arguments.jobs),
+        pruner=arguments.pruner,
+        prepare=partial(_prepare, recipe),
     )
     print(f"{arguments.trials} trials, {arguments.jobs} at once, in {folder}", flush=True)
     with signals() as caught:
@@ -61,6 +64,14 @@ def run(arguments: SearchArguments) -> int:
         say(f"stopped by {caught[0]}; go on with the same command and --out {folder}")
         return STOPPED
     return 0
+
+
+def _prepare(recipe: Recipe) -> None:
+    """Imports and reads once what all trials need."""
+    import_module("torch._dynamo")  # torch's optimizers import it
+    import_module("kasoku.training.trainer")
+
+    read_early(recipe)
 
 
 def _environment(jobs: int, job: int) -> dict[str, str]:

@@ -21,11 +21,12 @@ from kasoku.config.toml import Factory, override, parameters_of, parse, read, re
 from kasoku.core import Checked, Constant, InputError, Range, Schedule, Technique, summary
 from kasoku.core.errors import nearest
 from kasoku.core.schedule import epoch_of
-from kasoku.data import Dataset
+from kasoku.data import Dataset, Memory
 from kasoku.device import Device
 
 T = TypeVar("T")
 _MOST_EPOCHS = 100_000  # a preview loops over them
+_READ: list[tuple[Factory, Dataset]] = []  # by read_early
 _TOO_LARGE = ("allocate memory", "Storage size calculation overflowed")  # of torch's errors
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "tune.", "device.", "faults.", "data.root")  # if resumed
 AUTO = "auto"  # in the place of a batch: tuned before training
@@ -239,9 +240,17 @@ def check_data(recipe: Recipe) -> None:
             raise InputError(f"data.{name} is not given, and {recipe.data.use} needs it: --set data.{name}=...")
 
 
+def read_early(recipe: Recipe) -> None:
+    """Reads a data set that memory holds for the processes that are forked from this one."""
+    data = recipe.data()
+    if isinstance(data, Dataset) and isinstance(data.train, Memory) and isinstance(data.test, Memory):
+        _READ.append((recipe.data, data))
+
+
 def dataset(recipe: Recipe) -> Dataset:
     """The recipe's data; of a network with a mean and a standard deviation of its own, normalised by these."""
-    data = checked(recipe.data(), Dataset, "data")
+    kept = [data for use, data in _READ if use == recipe.data]
+    data = kept[0] if kept else checked(recipe.data(), Dataset, "data")
     mean, std = libraries.normalisation(recipe.model) or ((), ())
     return replace(data, mean=mean, std=std) if len(mean) == len(std) == data.channels else data
 

@@ -23,6 +23,9 @@ data_loader_iterator: Any = dataloader._BaseDataLoaderIter  # the class of the i
 at_end_of_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 
+cuda_is_lost_to_forks: Callable[[], bool] = torch.cuda._is_in_bad_fork  # its parent had asked for a GPU (2.13)
+
+
 class _Call(partial[Any]):
     """The call of a module in place of its own; a copy of the module, and one that is saved, goes without it."""
 

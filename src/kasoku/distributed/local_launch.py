@@ -142,9 +142,14 @@ def attach_to_launcher() -> float | None:
     started = os.environ.pop(STARTED, None)
     if started is None:
         return None
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     return float(started)
+
+
+def end_with_parent(number: int) -> None:
+    """From now on this process gets the signal when its parent is killed (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, number)
 
 
 def _wait(

@@ -11,20 +11,20 @@ import json
 import math
 import os
 import signal
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from kasoku.config.toml import inline, parse, read
 from kasoku.core import Checked, InputError, Range
 from kasoku.core.files import locked_folder, write_text
+from kasoku.tune.fork_server import Process, Start, fork_server, new_process
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
 _POLL_S = 0.25
@@ -32,6 +32,9 @@ _GRACE_S = 120.0  # from SIGTERM to SIGKILL, to write a checkpoint
 _MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their settings
 _REMEDY = "mend that, and give another --out"
 _FIGURES = ("top1", "seconds")  # of a trial's result.json
+_REDUCTION = 4  # of successive halving: one trial in 4 goes on, to 4 times the evaluations
+
+Pruner = Literal["halving", "median", "none"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ class SearchSettings(Checked):
     jobs: Annotated[int, Range(at_least=1)] = 1  # simultaneous trials
     about: str = ""  # the recipe and the space, which must not change when the search is continued
     environment: Callable[[int], dict[str, str]] = field(default=lambda job: {})  # of a trial, by its job
+    pruner: Pruner = "halving"
+    prepare: Callable[[], object] | None = None  # trials are forks of a process that has called it; None: new processes
 
 
 @dataclass(frozen=True)
@@ -165,9 +170,10 @@ class _TrialProcess:
     """A running trial."""
 
     trial: Any
-    process: subprocess.Popen[bytes]
+    process: Process
     folder: Path
     reported: int = 0  # evaluations
+    judged: int = 0  # evaluations at which it was judged, those before it was continued included
     ended_s: float = 0.0  # when it was signalled to end
     pruned: bool = False
 
@@ -179,15 +185,17 @@ def search(plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[s
     begins and when it ends. Raises InputError without Optuna, for a folder in use or of another search, and if none can
     run.
 
-    Ref: Akiba et al. 2019 (arXiv 1907.10902); its sampler: Bergstra et al. 2011 (TPE). A trial is pruned if its best
-    accuracy so far is below the median of finished trials at the same evaluation.
+    Ref: Akiba et al. 2019 (arXiv 1907.10902); its sampler: Bergstra et al. 2011 (TPE). "halving" (Li et al. 2018, arXiv
+    1810.05934) prunes a trial after 1, 4, 16, ... evaluations if it is not in the best quarter of those that came as
+    far; "median" if its best accuracy is below the median of finished trials at the same evaluation.
     """
     try:
         import optuna
     except ModuleNotFoundError as error:
         raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"') from error
-    with locked_folder(plan.folder, "search"):
-        trials = _Trials(optuna, plan, say)
+    server = fork_server(plan.prepare) if plan.prepare else nullcontext(new_process)
+    with server as start, locked_folder(plan.folder, "search"):
+        trials = _Trials(optuna, plan, say, start)
         try:
             while not caught and trials.start_free_jobs():
                 time.sleep(_POLL_S)
@@ -219,7 +227,8 @@ def _write(folder: Path, outcomes: Sequence[TrialResult]) -> None:
 class _Trials:
     """The trials of one study: running processes, and the results of ended trials."""
 
-    def __init__(self, optuna: Any, plan: SearchSettings, say: Callable[[str], None]) -> None:
+    def __init__(self, optuna: Any, plan: SearchSettings, say: Callable[[str], None], start: Start) -> None:
+        self.start = start
         self.states, self.study, self.plan, self.say = optuna.trial.TrialState, _study(optuna, plan), plan, say
         self.running: dict[int, _TrialProcess] = {}  # by job
         self.ended: list[str] = []  # how trials of this part ended
@@ -243,12 +252,9 @@ class _Trials:
             trial.set_user_attr("settings", settings)
             options = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
             command = [*self.plan.command, *options, "--out", str(folder), *(["--continue"] if earlier else [])]
-            environment = {**os.environ, **self.plan.environment(job)}
-            with Path(f"{folder}.log").open("ab") as log:
-                process = subprocess.Popen(  # its own process group: only this process receives a terminal's Ctrl-C
-                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0
-                )
-            self.running[job] = _TrialProcess(trial, process, folder)
+            judged = trial.user_attrs.get("judged", len(_evaluations(folder)))
+            process = self.start(command, os.environ | self.plan.environment(job), Path(f"{folder}.log"))
+            self.running[job] = _TrialProcess(trial, process, folder, judged=judged)
             self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
         return bool(self.running)
 
@@ -258,17 +264,22 @@ class _Trials:
         `ending`: ends all by SIGTERM, at which they write a checkpoint, and enqueues them again.
         """
         for job, run in list(self.running.items()):
-            if run.process.poll() is not None:
+            if (code := run.process.poll()) is not None:
                 del self.running[job]
-                if ending and not run.pruned and run.process.returncode:
-                    self._enqueue_again(self.study.trials[run.trial.number])
+                number, attributes = run.trial.number, run.trial.user_attrs
+                killed_by = -code if code < 0 else max(0, code - 128)  # with several ranks a launcher says so
+                if ending and not run.pruned and code:
+                    self._enqueue_again(self.study.trials[number], judged=run.judged)
+                elif killed_by and not run.ended_s and not attributes.get("killed"):
+                    self._enqueue_again(self.study.trials[number], judged=run.judged, killed=True)
+                    self.say(f"trial {number + 1}: killed by signal {killed_by}; it is continued")
                 else:
                     self._finish(run)
                     self.say(str(TrialResult.of(run.trial)))
             elif run.ended_s:
                 if time.monotonic() - run.ended_s > _GRACE_S:
-                    run.process.kill()
-            elif ending or (self._report(run) and run.trial.should_prune()):
+                    run.process.send_signal(signal.SIGKILL)
+            elif ending or (self._report(run) and self._is_behind(run)):
                 run.ended_s, run.pruned = time.monotonic(), not ending
                 run.process.send_signal(signal.SIGTERM)
 
@@ -280,8 +291,10 @@ class _Trials:
                 time.sleep(_POLL_S / 10)
         finally:
             for run in self.running.values():
-                run.process.kill()
-                run.process.wait()
+                run.process.send_signal(signal.SIGKILL)
+            for run in self.running.values():
+                while run.process.poll() is None:
+                    time.sleep(_POLL_S / 10)
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
@@ -291,20 +304,35 @@ class _Trials:
     def _report(self, run: _TrialProcess) -> bool:
         """Reports new evaluations to the study; returns whether there were any."""
         before = run.reported
-        with suppress(OSError):
-            for top1 in accuracies((run.folder / "metrics.jsonl").read_text())[before:]:
-                run.trial.report(top1, run.reported)
-                run.reported += 1
+        for top1 in _evaluations(run.folder)[before:]:
+            run.trial.report(top1, run.reported)
+            run.reported += 1
         return run.reported > before
+
+    def _is_behind(self, run: _TrialProcess) -> bool:
+        """Whether the pruner ends this trial, by its evaluations since the last call."""
+        if self.plan.pruner == "median":
+            return bool(run.trial.should_prune())
+        new, run.judged = range(run.judged, run.reported), max(run.judged, run.reported)
+        rungs = {_REDUCTION**k - 1 for k in range(10)} if self.plan.pruner == "halving" else set()
+        trials = self.study.get_trials(deepcopy=False) if rungs.intersection(new) else ()
+        for rung in rungs.intersection(new):
+            reached = [trial for trial in trials if rung in trial.intermediate_values]
+            values = {trial.user_attrs["folder"]: trial.intermediate_values[rung] for trial in reached}
+            best = sorted(values.values(), reverse=True)[: max(1, len(values) // _REDUCTION)]
+            if values[str(run.folder)] < best[-1]:
+                return True
+        return False
 
     def _finish(self, run: _TrialProcess) -> None:
         """Reports the end of a trial to the study."""
-        code, result = run.process.returncode, dict[str, float | None]()
+        code, result, stopped = run.process.poll() or 0, dict[str, float | None](), None
         with suppress(OSError, ValueError):
             document = json.loads((run.folder / "result.json").read_text())
             result = {name: document.get(name) for name in _FIGURES}
+            stopped = document.get("stopped")  # pruned after its last evaluation, a trial may still end by itself
         self._report(run)
-        if code == 0 and result.get("top1") is not None:
+        if (code == 0 or (run.pruned and not stopped)) and result.get("top1") is not None:
             how, report = "done", {"values": result["top1"]}
         elif run.pruned:
             how, report = "pruned", {"state": self.states.PRUNED}
@@ -323,11 +351,19 @@ class _Trials:
         self.ended.append(how)
         self.study.tell(run.trial, **report)
 
-    def _enqueue_again(self, stopped: Any) -> None:
-        """Enqueues a stopped trial with the same settings, to be continued in its folder."""
-        folder = stopped.user_attrs.get("folder")
+    def _enqueue_again(self, stopped: Any, **attributes: Any) -> None:
+        """Enqueues a stopped trial with the same settings and these attributes, to be continued in its folder."""
+        kept = {name: stopped.user_attrs[name] for name in ("folder", "killed") if name in stopped.user_attrs}
+        attributes = kept | attributes
         self.study.tell(stopped.number, state=self.states.FAIL)
-        self.study.enqueue_trial(stopped.params, user_attrs={"folder": folder} if folder else None)
+        self.study.enqueue_trial(stopped.params, user_attrs=attributes)
+
+
+def _evaluations(folder: Path) -> list[float]:
+    """The test accuracies of a run folder so far; none without it."""
+    with suppress(OSError):
+        return accuracies((folder / "metrics.jsonl").read_text())
+    return []
 
 
 def accuracies(metrics: str) -> list[float]:
@@ -349,7 +385,7 @@ def _study(optuna: Any, plan: SearchSettings) -> Any:
     journal.touch()
     os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)  # read where plan.pruner is "median"
     study = optuna.create_study(
         storage=storage, pruner=pruner, study_name="kasoku", direction="maximize", load_if_exists=True
     )
