@@ -45,7 +45,6 @@ GROWING_MB = [1, 2, 4, 8, 16, 25]
 STEPS, BUDGET_S = 3, 300
 CLAIMS = {  # of overlap/MODEL/CASE
     "over_best_ddp": ("ours_over_best_ddp", "all_reduce_over_compute", "best_ddp"),
-    "over_best_of_all": ("ours_over_best_of_all", "best_of_all"),
     "over_bound": ("ours_over_bound", "bound_contended"),
 }
 
