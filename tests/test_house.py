@@ -27,12 +27,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1040,
     "models": 867,
     "device": 798,
-    "data": 4668,
-    "distributed": 5758,
+    "data": 4671,
+    "distributed": 5761,
     "memory": 1942,
     "tracking": 251,
     "config": 1526,
-    "tune": 1660,  # forks of a warm process, and halving, in kasoku search
+    "tune": 1669,  # forks of a warm process, and halving, in kasoku search
     "simulate": 1401,
     "report": 2264,
     "training": 2765,

@@ -113,6 +113,13 @@ def test_a_server_killed_while_it_prepares_is_replaced_by_new_processes(run):
         assert ended(process) == 0
 
 
+def test_a_server_that_starts_threads_is_replaced_by_new_processes(run):
+    with fork_server(lambda: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()) as start:
+        process, _ = run(start, "")
+        assert isinstance(process, subprocess.Popen)
+        assert ended(process) == 0
+
+
 def test_forks_that_cannot_use_cuda_are_replaced_by_new_processes(run, monkeypatch):
     monkeypatch.setattr(server_module, "cuda_is_lost_to_forks", lambda: True)
     with fork_server(prepare) as start:

@@ -21,11 +21,12 @@ from kasoku.config.toml import Factory, override, parameters_of, parse, read, re
 from kasoku.core import Checked, Constant, InputError, Range, Schedule, Technique, summary
 from kasoku.core.errors import nearest
 from kasoku.core.schedule import epoch_of
-from kasoku.data import Dataset, Memory
+from kasoku.data import Dataset
 from kasoku.device import Device
 
 T = TypeVar("T")
 _MOST_EPOCHS = 100_000  # a preview loops over them
+_IN_MEMORY = {f"kasoku.data.{name}" for name in ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100")}
 _READ: list[tuple[Factory, Dataset]] = []  # by read_early
 _TOO_LARGE = ("allocate memory", "Storage size calculation overflowed")  # of torch's errors
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "tune.", "device.", "faults.", "data.root")  # if resumed
@@ -241,10 +242,9 @@ def check_data(recipe: Recipe) -> None:
 
 
 def read_early(recipe: Recipe) -> None:
-    """Reads a data set that memory holds for the processes that are forked from this one."""
-    data = recipe.data()
-    if isinstance(data, Dataset) and isinstance(data.train, Memory) and isinstance(data.test, Memory):
-        _READ.append((recipe.data, data))
+    """Reads one of kasoku's data sets in memory for the processes that are forked from this one; no other source."""
+    if recipe.data.use in _IN_MEMORY:
+        _READ.append((recipe.data, recipe.data()))
 
 
 def dataset(recipe: Recipe) -> Dataset:

@@ -44,7 +44,7 @@ class Metrics:
         self.log.mlperf("train_samples", len(training.dataset.train))
         self.log.mlperf("eval_samples", len(training.dataset.test))
         self.log.mlperf("run_start", event="INTERVAL_START")
-        self.loss, self._shown_s = math.nan, -math.inf  # the last one that was read, and when it was shown
+        self.loss, self._shown_s = math.nan, -math.inf  # the last one that was read, and when one was last shown
         self._losses: list[Tensor] = []
         self._sum, self._parts, self.images_begun = torch.zeros(()), 0, 0  # of the step under way
         self.own_sum, self.own_count = 0.0, 0  # this rank's losses since the last sync point

@@ -70,13 +70,16 @@ def fork_server(prepare: Callable[[], object]) -> Iterator[Start]:
     process with several threads, after CUDA was asked for.
 
     `prepare`: imports and reads what the commands need, in the server; its errors are ignored, as the commands will
-    have them too. This process must not have computed on several threads: torch would wait for them in the forks.
+    have them too. The first command waits for it, and so do signals. This process must not have computed on several
+    threads: torch would wait for them in the forks.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         yield new_process
         return
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
-    prctl(_GET_SUBREAPER, ctypes.byref(before))
+    if prctl(_GET_SUBREAPER, ctypes.byref(before)) or prctl(_SET_SUBREAPER, 1):
+        yield new_process
+        return
     client, server_end = socket.socketpair()
     for stream in filter(None, (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
         stream.flush()
@@ -86,13 +89,13 @@ def fork_server(prepare: Callable[[], object]) -> Iterator[Start]:
         with suppress(BaseException):
             client.close()
             _serve(server_end, prepare, search)
-        os._exit(0)
-    prctl(_SET_SUBREAPER, 1)
+        os._exit(1)
     server_end.close()
     replies = client.makefile()
 
     def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
         try:
+            log.open("ab").close()
             client.sendall(json.dumps([[*command], {**environment}, str(log)]).encode() + b"\n")
             return ForkedProcess(int(replies.readline()))
         except (OSError, ValueError):  # the server was killed, or cannot fork
@@ -103,8 +106,9 @@ def fork_server(prepare: Callable[[], object]) -> Iterator[Start]:
     finally:
         replies.close()
         client.close()
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
+        with suppress(OSError):
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
         prctl(_SET_SUBREAPER, before.value)
 
 
@@ -122,6 +126,8 @@ def _serve(server_end: socket.socket, prepare: Callable[[], object], search: int
     torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     with suppress(Exception):
         prepare()
+    if threading.active_count() > 1:
+        return
     requests = server_end.makefile()
     for request in requests:
         command, environment, log = json.loads(request)
@@ -159,11 +165,12 @@ def _run(words: Sequence[str], environment: Mapping[str, str], log: str) -> None
         os.environ.update(environment)
         if words[0] == "-m":
             sys.argv = [*words[1:]]
+            sys.path.insert(0, os.getcwd())
             sys.modules.pop(f"{words[1]}.__main__", None)  # the search itself may have been started by it
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = [*words]
-            sys.path[0] = str(Path(words[0]).parent)
+            sys.path.insert(0, str(Path(words[0]).parent))
             runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -173,7 +180,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], log: str) -> None
     except BaseException:
         traceback.print_exc()
     finally:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

@@ -133,7 +133,9 @@ class SearchSettings(Checked):
     about: str = ""  # the recipe and the space, which must not change when the search is continued
     environment: Callable[[int], dict[str, str]] = field(default=lambda job: {})  # of a trial, by its job
     pruner: Pruner = "halving"
-    prepare: Callable[[], object] | None = None  # trials are forks of a process that has called it; None: new processes
+    # trials are forks of a process that has called it, if this one has not computed on several threads; None: they are
+    # new processes
+    prepare: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)

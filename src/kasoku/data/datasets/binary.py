@@ -22,7 +22,7 @@ _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 
 @dataclass(frozen=True)
 class Layout:
-    """One official distribution: its folder, its files (.bin), and their contents."""
+    """One official distribution of CIFAR: its folder, its files (.bin), and their contents."""
 
     name: str
     folder: str
@@ -80,7 +80,7 @@ def cifar100(root: str = "") -> Dataset:
 
 
 def load(layout: Layout, root: str) -> Dataset:
-    """Data set read from the first folder that holds files of the layout; without names the classes are numbers."""
+    """CIFAR, read from the first folder that holds files of the layout; without names the classes are numbers."""
     stems = (*layout.train, layout.test)
     wanted = f"{', '.join(stem + '.bin' for stem in stems)}, which `kasoku data {layout.name}` downloads"
     paths, splits = find_files(root, layout.name, (layout.folder,), stems, (".bin",), wanted), []

@@ -239,6 +239,9 @@ def used_parts(files: Sequence[str]) -> tuple[list[str], list[bool]]:
     return used, [part_of(file) != "train" for file in used]
 
 
+# ---- one rank lists for all
+
+
 class OneScan:
     """Rank 0 lists image folders and sends the lists to the other ranks.
 

@@ -37,7 +37,10 @@ class ParameterShard:
         """Starts from weights that all workers have."""
         with self._lock:
             self.weights.copy_(weights)
-            self.staleness, self._updates = Counter[int](), Counter[int]()  # updates from here on, by each and by rank
+            self.staleness, self._updates = (
+                Counter[int](),
+                Counter[int](),
+            )  # updates from now on
             self._copies = {rank: weights.clone() for rank in self._workers} if not self.codec.exact else {}
 
     def take(self, rank: int, update: Tensor, version: int, out: Tensor) -> int:

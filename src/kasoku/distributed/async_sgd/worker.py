@@ -1,4 +1,4 @@
-"""A worker's copy of one group of parameters, divided into pieces, one for each owner; the codecs of its updates.
+"""A worker's copy of one group of parameters, in pieces, one for each owner; the codecs of updates and replies.
 
 A codec is `exact` if it is fp32 itself, so that no copy is needed. n fp32 elements become `elements(n)` of its `dtype`:
 `pack(x, out)` encodes x, and `unpack(packed, out)` decodes it.
