@@ -133,9 +133,7 @@ class SearchSettings(Checked):
     about: str = ""  # the recipe and the space, which must not change when the search is continued
     environment: Callable[[int], dict[str, str]] = field(default=lambda job: {})  # of a trial, by its job
     pruner: Pruner = "halving"
-    # trials are forks of a process that has called it, if this one has not computed on several threads; None: they are
-    # new processes
-    prepare: Callable[[], object] | None = None
+    prepare: Callable[[], object] | None = None  # called once by a `fork_server` of the trials; None: new processes
 
 
 @dataclass(frozen=True)
