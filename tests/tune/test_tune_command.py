@@ -316,20 +316,8 @@ def space(tmp_path) -> Path:
 def test_a_search_trains_its_trials_and_prints_the_settings_of_the_best(small, space, tmp_path, capsys):
     pytest.importorskip("optuna", reason="Optuna is not installed")
     out = tmp_path / "search"
-    command = [
-        "search",
-        str(small),
-        "--space",
-        str(space),
-        "--trials",
-        "2",
-        "--jobs",
-        "2",
-        "--pruner",
-        "none",
-        "--out",
-        str(out),
-    ]
+    how = ["--trials", "2", "--jobs", "2", "--pruner", "none"]
+    command = ["search", str(small), "--space", str(space), *how, "--out", str(out)]
     assert main([*command, "--set", "evaluate.target=0.01", "--set", "epochs=2"]) == 0
     shown = capsys.readouterr().out
     results = [json.loads((out / f"trial-{i}" / "result.json").read_text()) for i in (1, 2)]

@@ -70,7 +70,6 @@ def _prepare(recipe: Recipe) -> None:
     """Imports and reads once what all trials need."""
     import_module("torch._dynamo")  # torch's optimizers import it
     import_module("kasoku.training.trainer")
-
     read_early(recipe)
 
 

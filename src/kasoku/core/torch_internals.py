@@ -21,8 +21,6 @@ unscale_and_check: Any = torch._amp_foreach_non_finite_check_and_unscale_
 data_loader_iterator: Any = dataloader._BaseDataLoaderIter  # the class of the iterators of torch's DataLoader (2.13)
 # (function): calls it when the running backward has computed its gradients, before DDP waits for buckets (2.13).
 at_end_of_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
-
-
 cuda_is_lost_to_forks: Callable[[], bool] = torch.cuda._is_in_bad_fork  # its parent had asked for a GPU (2.13)
 
 

@@ -33,6 +33,7 @@ _MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their
 _REMEDY = "mend that, and give another --out"
 _FIGURES = ("top1", "seconds")  # of a trial's result.json
 _REDUCTION = 4  # of successive halving: one trial in 4 goes on, to 4 times the evaluations
+_RUNGS = tuple(_REDUCTION**k - 1 for k in range(10))  # the evaluations at which it judges, from 0 on
 
 Pruner = Literal["halving", "median", "none"]
 
@@ -314,9 +315,9 @@ class _Trials:
         if self.plan.pruner == "median":
             return bool(run.trial.should_prune())
         new, run.judged = range(run.judged, run.reported), max(run.judged, run.reported)
-        rungs = {_REDUCTION**k - 1 for k in range(10)} if self.plan.pruner == "halving" else set()
-        trials = self.study.get_trials(deepcopy=False) if rungs.intersection(new) else ()
-        for rung in rungs.intersection(new):
+        due = [rung for rung in _RUNGS if rung in new and self.plan.pruner == "halving"]
+        trials = self.study.get_trials(deepcopy=False) if due else ()
+        for rung in due:
             reached = [trial for trial in trials if rung in trial.intermediate_values]
             values = {trial.user_attrs["folder"]: trial.intermediate_values[rung] for trial in reached}
             best = sorted(values.values(), reverse=True)[: max(1, len(values) // _REDUCTION)]
@@ -354,9 +355,8 @@ class _Trials:
     def _enqueue_again(self, stopped: Any, **attributes: Any) -> None:
         """Enqueues a stopped trial with the same settings and these attributes, to be continued in its folder."""
         kept = {name: stopped.user_attrs[name] for name in ("folder", "killed") if name in stopped.user_attrs}
-        attributes = kept | attributes
         self.study.tell(stopped.number, state=self.states.FAIL)
-        self.study.enqueue_trial(stopped.params, user_attrs=attributes)
+        self.study.enqueue_trial(stopped.params, user_attrs=kept | attributes)
 
 
 def _evaluations(folder: Path) -> list[float]:
