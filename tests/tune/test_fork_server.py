@@ -30,6 +30,13 @@ def prepare() -> None:
     sys.modules[PREPARED] = sys
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Threads that earlier tests of this process left behind do not count: a process with threads is not forked."""
+    left = set(threading.enumerate()) - {threading.main_thread()}
+    monkeypatch.setattr(threading, "active_count", lambda: len(set(threading.enumerate()) - left))
+
+
 @pytest.fixture
 def run(tmp_path):
     """Runs the text of a program by a `start`; returns its process, and the file of its output."""

@@ -3,8 +3,6 @@
 Note: resuming. The folder of a search has Optuna's journal (a line of JSON for each event), a run folder and the
 output of each trial. The same command resumes the search: a trial that was stopped, or whose search was killed,
 continues from its checkpoint, because its settings are proposed again.
-
-Note: the search space has settings of a recipe by path, each a range of numbers or a list of choices.
 """
 
 import json
@@ -27,7 +25,7 @@ from kasoku.core.files import locked_folder, write_text
 from kasoku.tune.fork_server import Process, Start, fork_server, new_process
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
-_POLL_S = 0.25
+_POLL_S = 0.05
 _GRACE_S = 120.0  # from SIGTERM to SIGKILL, to write a checkpoint
 _MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their settings
 _REMEDY = "mend that, and give another --out"
@@ -196,11 +194,13 @@ def search(plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[s
         raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"') from error
     server = fork_server(plan.prepare) if plan.prepare else nullcontext(new_process)
     with server as start, locked_folder(plan.folder, "search"):
-        trials = _Trials(optuna, plan, say, start)
+        trials, polled_s = _Trials(optuna, plan, say, start), 0.0
         try:
             while not caught and trials.start_free_jobs():
-                time.sleep(_POLL_S)
+                time.sleep(max(_POLL_S, 20 * polled_s))  # long metrics take time to read, from the trials
+                began = time.perf_counter()
                 trials.poll()
+                polled_s = time.perf_counter() - began
         finally:
             trials.end()
         outcomes = trials.outcomes()
@@ -289,13 +289,12 @@ class _Trials:
         try:
             while self.running:
                 self.poll(ending=True)
-                time.sleep(_POLL_S / 10)
+                time.sleep(_POLL_S)
         finally:
             for run in self.running.values():
                 run.process.send_signal(signal.SIGKILL)
-            for run in self.running.values():
-                while run.process.poll() is None:
-                    time.sleep(_POLL_S / 10)
+            while any(run.process.poll() is None for run in self.running.values()):
+                time.sleep(_POLL_S)
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
