@@ -31,7 +31,7 @@ def train(recipe: str, *settings: str) -> dict[str, object]:
     options = [option for setting in settings for option in ("--set", setting)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "kasoku.cli", "train", str(ROOT / "recipes" / recipe), *options]
+        command = [sys.executable, "-m", "kasoku", "train", str(ROOT / "recipes" / recipe), *options]
         subprocess.run([*command, "--quiet", "--out", str(out)], check=True, timeout=240)
         result: dict[str, object] = json.loads((out / "result.json").read_text())
     return result
@@ -49,7 +49,7 @@ def digits() -> str:
 def deterministic_resume() -> str:
     """Killed and resumed gives the same bits with deterministic = true."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "kasoku.cli", "train"]
+        command = [sys.executable, "-m", "kasoku", "train"]
         options = ["device.deterministic=true", "evaluate.target=0", "epochs=4", "schedule.epochs=4"]
         settings = [str(ROOT / "recipes" / "digits_cnn_98.toml"), "--quiet"]
         settings += [part for option in [*options, "save.every_steps=7"] for part in ("--set", option)]

@@ -55,7 +55,7 @@ def run(recipe: str, seed: int, settings: list[str], out: Path) -> dict[str, Any
     """One training as a process; its result.json with the process's wall clock as `process_s`."""
     options = [option for setting in [*settings, f"seed={seed}"] for option in ("--set", setting)]
     start = time.perf_counter()
-    command = [sys.executable, "-m", "kasoku.cli", "train", recipe, *options, "--out", str(out), "--quiet"]
+    command = [sys.executable, "-m", "kasoku", "train", recipe, *options, "--out", str(out), "--quiet"]
     done = subprocess.run(command, check=False)
     process_s = time.perf_counter() - start
     if done.returncode == 3:  # diverged: a failure to be counted

@@ -112,9 +112,3 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
             else:
                 declare(subparser, getattr(options, f"{module.capitalize()}Arguments"))
     return parser.parse_args(words)
-
-
-if __name__ == "__main__":
-    from kasoku.distributed.membership import leave
-
-    sys.exit(leave(main()))
