@@ -34,7 +34,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
     recipes = ensemble.varied(lambda more: load(RECIPE, [*SHORT, *more]), 2, [])
     paths = [folder / "run" / f"member-{i + 1}" for i in range(2)]
-    ensemble.train(recipes, paths, started=0.0, quiet=True)
+    ensemble.train(recipes, paths, Solo(), started=0.0, quiet=True)
     ensemble.evaluate(paths, Solo(), quiet=True)
     test = data.digits().test
     for i, label in enumerate(test.labels_N.tolist()):

@@ -17,7 +17,6 @@ from kasoku.config.libraries import normalisation
 from kasoku.config.ranks import ranks_of_member
 from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError, Solo, Wall, say
-from kasoku.core.comm import default_comm
 from kasoku.core.files import write_text
 from kasoku.distributed.consensus import SHARED_ERRORS, raise_on_all_ranks, run_on_all_ranks
 from kasoku.training import trained_run
@@ -56,7 +55,7 @@ def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str
 def train(
     recipes: Sequence[Recipe],
     paths: Sequence[Path],
-    comm: Comm | None = None,
+    comm: Comm,
     *,
     started: float,
     own_modules: Sequence[str] | None = (),
@@ -71,15 +70,13 @@ def train(
         InputError: if a member cannot be trained; after the start, once the members of the other ranks have ended.
         DivergedError: once all other members have ended.
     """
-    comm = comm or default_comm()
     each = run_on_all_ranks(comm, lambda: ranks_of_member(len(recipes), comm.size))
     apart = Solo(comm.clock) if each == 1 else comm.sub([range(i, i + each) for i in range(0, comm.size, each)])
     apart.activity = comm.activity if each > 1 else None  # alone, a rank cannot hang in a collective
     meeting = comm.channel(patient=True)  # ranks that have finished wait there for as long as the others train
     resume = own_modules is None
-    own = list(range(comm.rank // each, len(recipes), comm.size // each))
-    if resume:
-        own = [i for i in own if not finished(paths[i], recipes[i])]
+    mine = range(comm.rank // each, len(recipes), comm.size // each)
+    own = [i for i in mine if not (resume and finished(paths[i], recipes[i]))]
     failure: InputError | None = None
     outcome: Outcome = None, []
     with ExitStack() as stack:
