@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from kasoku.config.ranks import UNSURE
-from kasoku.core import Batch, Comm, InputError
+from kasoku.core import Batch, Comm, InputError, Solo
 from kasoku.data import Dataset, GoneError, Loader, Memory, read_image
 from kasoku.distributed.consensus import iterate_on_all_ranks
 from kasoku.optim.loss import logits_of
@@ -64,30 +64,26 @@ def evaluate(
             also(logits_NK, y_N)
         return [logits_NK]
 
-    return score(outputs, loader, comm)[0]
+    return score(outputs, loader, comm or Solo())[0]
 
 
 def score(
-    outputs: Callable[[Tensor, Tensor], Sequence[Tensor]],
-    loader: Iterable[Batch],
-    comm: Comm | None = None,
-    *,
-    count: int = 1,
+    outputs: Callable[[Tensor, Tensor], Sequence[Tensor]], loader: Iterable[Batch], comm: Comm, *, count: int = 1
 ) -> list[Scores]:
     """The scores of each of the `count` logits_NK that outputs(x_NCHW, y_N) gives; otherwise as `evaluate`."""
     totals: Tensor | None = None
     images = 0
     for x_NCHW, y_N in loader:
         if totals is None:
-            totals = torch.zeros(count, 4, dtype=_exact(x_NCHW.device), device=x_NCHW.device)
+            exact = torch.float32 if x_NCHW.device.type == "mps" else torch.float64  # MPS has no float64
+            totals = torch.zeros(count, 4, dtype=exact, device=x_NCHW.device)
         if len(y_N):
             totals[:, :3] += torch.stack([_tally(logits_NK, y_N) for logits_NK in outputs(x_NCHW, y_N)])
             images += len(y_N)
     if totals is None:
         return [Scores(0.0, 0.0, float("nan"), 0)] * count
     totals[:, 3] = images
-    if comm is not None:
-        comm.all_reduce(totals).wait()
+    comm.all_reduce(totals).wait()
     rows = totals.tolist()  # the one time the host waits for the device
     return [Scores(top1 / n, top5 / n, loss / n, int(n)) for top1, top5, loss, n in rows]
 
@@ -97,12 +93,7 @@ def _tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
     best_N5 = logits_NK.topk(min(5, logits_NK.shape[1]), dim=1).indices
     hits_N5 = best_N5 == y_N[:, None]
     loss = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="sum")
-    exact = _exact(loss.device)
-    return torch.stack([hits_N5[:, 0].sum().to(exact), hits_N5.sum().to(exact), loss.to(exact)])
-
-
-def _exact(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    return torch.stack([hits_N5[:, 0].sum(), hits_N5.sum(), loss])
 
 
 def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) -> Tensor:
