@@ -40,13 +40,12 @@ DIVERGED, CORRUPTED, STOPPED = 3, 5, 75  # exit codes
 def run(arguments: TrainArguments) -> int:
     """Trains; returns the exit code."""
     folder = arguments.resume or (arguments.out if arguments.go_on else None)
-    late = folder if folder and place().size > 1 and lost_ranks(folder) else None  # nobody waits for this rank
-    if late:
+    if folder and place().size > 1 and lost_ranks(folder):  # nobody waits for this rank if the others have ended
         trust.allow_beside(arguments.recipe)
-        recipe = resumed_recipe(late, arguments.set if arguments.resume else ())
-        if over := finished(late, recipe):
-            say(f"{late}: {over}")
-            return _end(Solo(), None, late, recipe) if place().rank == 0 else 0
+        recipe = resumed_recipe(folder, arguments.set if arguments.resume else ())
+        if over := finished(folder, recipe):
+            say(f"{folder}: {over}")
+            return _end(Solo(), None, folder, recipe) if place().rank == 0 else 0
     return on_ranks(
         partial(_train_or_diverge, arguments),
         arguments.words,
@@ -134,7 +133,7 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
     try:
         return _train_on_rank(arguments, comm, start)
     except (DivergedError, CorruptionError) as error:
-        _say_once(comm, str(error))
+        say(str(error), comm.rank)
         return DIVERGED if isinstance(error, DivergedError) else CORRUPTED
 
 
@@ -160,7 +159,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     if arguments.dry_run or arguments.show:
         return _preview(arguments, recipe, comm, start)
     if resume and (over := run_on_all_ranks(comm, lambda: finished(folder, recipe))):
-        _say_once(comm, f"{folder}: {over}")
+        say(f"{folder}: {over}", comm.rank)
         return _end(comm, None, folder, recipe)
     announced = arguments.data and not arguments.quiet and not resume
     quiet = arguments.quiet  # of the rank 0 at the end
@@ -183,11 +182,6 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     return _end(comm, result.stopped, folder, recipe)
 
 
-def _say_once(comm: Comm, line: str) -> None:
-    if line and comm.rank == 0:
-        say(line)
-
-
 def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
     """Prints the recipe, or what it would do; of a folder of photos also how long that would take."""
     from kasoku.report import dry_run, print_table
@@ -195,16 +189,16 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
 
     shown: dict[str, Any] = {}
     if arguments.data and recipe.auto_batch and not arguments.show:
-        _say_once(comm, "the time is known once the batch is tuned; --set batch=N shows the choices for N images")
+        say("the time is known once the batch is tuned; --set batch=N shows the choices for N images", comm.rank)
     elif arguments.data and not arguments.show:
         training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
-        _say_once(comm, dry_run.remark(recipe, training.dataset, training.outputs))
+        say(dry_run.remark(recipe, training.dataset, training.outputs), comm.rank)
         rows = dry_run.photo_rows(recipe, training.dataset, training.job.model)
         shown = {"data": info_of(training.dataset), "model": training.job.model, "first": rows}
     if comm.rank == 0 and arguments.show:
         print(dumps(recipe), end="")
     elif comm.rank == 0:
-        _say_once(comm, schedule_warning(recipe))
+        say(schedule_warning(recipe))
         dry_run.preview(recipe, **shown)
     if shown and (row := _time_row(training)) and comm.rank == 0:
         print_table("", row)
@@ -249,9 +243,9 @@ def _begin(
     from kasoku.report.dry_run import preview, remark
 
     recipe, ranks = training.recipe, training.job.comm.size
-    _say_once(training.job.comm, schedule_warning(recipe))
+    say(schedule_warning(recipe))
     if not arguments.resume:
-        _say_once(training.job.comm, remark(recipe, training.dataset, training.outputs))
+        say(remark(recipe, training.dataset, training.outputs))
         training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
             run.write("tuning.json", json_text(tuned.result.as_json()))
@@ -283,14 +277,14 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     recipes, paths, over = run_on_all_ranks(comm, members)
     assert_same_on_all_ranks(comm, {"member": [dumps(recipe) for recipe in recipes]})
     if all(over):
-        _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
+        say(f"{folder}: {len(paths)} members, the first {over[0]}", comm.rank)
         return _end(comm, None, folder, recipes[0])
     if arguments.dry_run:
         for recipe in recipes if comm.rank == 0 else ():
             preview(recipe)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
-    _say_once(comm, schedule_warning(recipes[0]))
+    say(schedule_warning(recipes[0]), comm.rank)
     with _advised(folder):
         quiet = arguments.quiet
         stopped = ensemble.train(recipes, paths, comm, started=arguments.started, own_modules=own, quiet=quiet)
@@ -304,7 +298,7 @@ def _end(comm: Comm, stopped: str | None, folder: Path, recipe: Recipe) -> int:
     with _advised(folder):
         upload(comm, folder, "" if stopped else recipe.save.upload)
     if stopped:
-        _say_once(comm, f"stopped by {stopped}; {_go_on(folder)}")
+        say(f"stopped by {stopped}; {_go_on(folder)}", comm.rank)
     run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first
     return STOPPED if stopped else 0
 

@@ -59,9 +59,10 @@ def without_password(text: str) -> str:
     return re.sub(r"(?<!abfs:)(?<!abfss:)//[^/@\s]*@", "//", text)
 
 
-def say(line: str) -> None:
-    """Prints a line to standard error, as the command `kasoku` does."""
-    print(f"kasoku: {line}", file=sys.stderr)
+def say(line: str, rank: int = 0) -> None:
+    """Prints a line to standard error, as the command `kasoku` does, unless it is empty; of several ranks only 0."""
+    if line and rank == 0:
+        print(f"kasoku: {line}", file=sys.stderr)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

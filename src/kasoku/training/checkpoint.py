@@ -78,10 +78,6 @@ def resume_from_checkpoint(state: RunState) -> None:
     """Resumes from the newest good checkpoint: rank 0 chooses it, every rank reads it. Collective."""
     comm, job, run = state.job.comm, state.job, state.run
 
-    def say_once(line: str) -> None:
-        if comm.rank == 0:
-            say(line)
-
     def load(checkpoint: Path) -> Progress:
         load_weights(job.model, checkpoint / "model.safetensors")
         try:
@@ -94,15 +90,15 @@ def resume_from_checkpoint(state: RunState) -> None:
             what = f"{checkpoint}: state.pt has unexpected contents ({type(error).__name__}: {summary(error)})"
             raise InputError(f"{what}: resume with the version of kasoku that wrote it") from error
 
-    found = run_on_all_ranks(comm, lambda: newest(run.path, warn=say_once, clean=True) if run else None)
+    found = run_on_all_ranks(comm, lambda: newest(run.path, warn=say, clean=True) if run else None)
     checkpoint = comm.broadcast_object(found)
     if checkpoint is None:
-        say_once("no good checkpoint there: starting from the beginning")
+        say("no good checkpoint there: starting from the beginning", comm.rank)
         return
     restore(state, run_on_all_ranks(comm, lambda: load(checkpoint)))
     if job.steps:
         state.last_checkpoint = f"step {job.steps}"
-    say_once(f"going on from step {job.steps} of {state.training.total_steps}")
+    say(f"going on from step {job.steps} of {state.training.total_steps}", comm.rank)
 
 
 def restore(state: RunState, progress: Progress) -> None:
