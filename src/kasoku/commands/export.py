@@ -162,7 +162,7 @@ def _write_hub(members: Sequence[Trained], path: Path, facts: Mapping[str, Any])
         "preprocessor_config.json": json_text(facts["preprocessing"]),
         **{name: without_password((trained.path / name).read_text()) for name in ("recipe.toml", "data.json")},
     }
-    folder = output_folder(path, trained.path / "recipe.toml", "hub", written=["recipe.toml"])
+    folder = output_folder(path, trained.path / "recipe.toml", "hub", written="recipe.toml")
     write_atomically(folder / "model.safetensors", partial(save_file, _weights(members), metadata={"format": "pt"}))
     for name, text in texts.items():
         write_text(folder / name, text)

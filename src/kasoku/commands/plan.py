@@ -44,7 +44,7 @@ def run(arguments: PlanArguments) -> int:
     recipes = [arguments.load(f"batch={batch}") for batch in batches] or [arguments.load()]
     tried = plan_search.choices(recipes, cluster, arguments.profile)
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
-    folder = output_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
+    folder = output_folder(arguments.out, recipe, "plan", written=f"{recipe.stem}.toml")
     for line in chosen.scenario.remarks(chosen.step):
         say(line)
     if cluster.costs == Costs():

@@ -1,6 +1,7 @@
 """Train, evaluate and predict from Python: the functions that `import kasoku` gives. The commands do the same."""
 
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from kasoku.core.comm import default_comm
 from kasoku.data import Shares, find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
+from kasoku.training.elastic import fit_in
 from kasoku.training.evaluation import Scores
-from kasoku.training.run_folder import check_same_training, finished, run_folder, shares_in, upload
+from kasoku.training.run_folder import check_same_training, finished, shares_in, upload
 from kasoku.training.run_state import Result
 from kasoku.training.trainer import build, fit
 
@@ -66,13 +68,11 @@ def train(
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=Shares(tuple(shares))))
     if not out:
-        if comm.rank == 0 and (training.job.trackers or recipe.save.upload):
-            say("Track and save.upload send nothing without a run folder: give out, a folder")
+        if training.job.trackers or recipe.save.upload:
+            say("Track and save.upload send nothing without a run folder: give out, a folder", comm.rank)
         return fit(training, None, started=started, quiet=quiet)
-    own_modules = None if resume else trust.import_folders(None)
-    with run_folder(comm, Path(out), resume=resume) as run:
-        run_on_all_ranks(comm, lambda: training.describe(run, own_modules) if run else None)
-        result = fit(training, run, started=started, resume=resume, quiet=quiet)
+    describe = partial(training.describe, import_folders=None if resume else trust.import_folders(None))
+    result = fit_in(Path(out), training, describe, started=started, resume=resume, quiet=quiet)
     upload(comm, Path(out), "" if result.stopped else recipe.save.upload)
     return result
 

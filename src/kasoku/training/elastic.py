@@ -59,13 +59,7 @@ _MEETINGS = 3  # while further ranks die
 
 
 def fit_in(
-    folder: Path,
-    training: Training,
-    begin: Callable[[RunFolder], object],
-    *,
-    started: float,
-    resume: bool = False,
-    quiet: bool = False,
+    folder: Path, training: Training, begin: Callable[[RunFolder], object], *, started: float, resume: bool, quiet: bool
 ) -> Result:
     """Locks the run folder; `begin` writes into it on rank 0; then as `fit`. Collective.
 

@@ -175,17 +175,15 @@ def upload(comm: Comm, folder: Path, address: str) -> None:
         run_on_all_ranks(comm, lambda: send_all() if address and comm.rank == 0 else None)
 
 
-def output_folder(
-    out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = (), create: bool = True
-) -> Path:
+def output_folder(out: Path | None, recipe: Path, word: str, *, written: str = "", create: bool = True) -> Path:
     """A folder for a command's output: `out`, or a free one named after the recipe and `word`; created, if wanted.
 
-    Raises InputError if it holds a run, if a file to be `written` is the recipe itself, and if it cannot be created.
+    Raises InputError if it holds a run, if the file to be `written` is the recipe itself, and if it cannot be created.
     """
     path = out or free_folder(f"{recipe.stem}-{word}")
     if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):
         raise InputError(f"{path}: holds a run, which would be lost: give another --out")
-    if any((path / name).resolve() == recipe.resolve() for name in written):
+    if written and (path / written).resolve() == recipe.resolve():
         raise InputError(f"{path}: {recipe} lies there and would be written over: give another --out")
     try:
         if create:
