@@ -246,11 +246,9 @@ def _begin(
     say(schedule_warning(recipe))
     if not arguments.resume:
         say(remark(recipe, training.dataset, training.outputs))
-        training.describe(run, trust.import_folders(arguments.recipe))
-        if tuned:
-            run.write("tuning.json", json_text(tuned.result.as_json()))
-    elif arguments.set:
-        run.write_recipe(recipe)
+    training.describe(run, None if arguments.resume else trust.import_folders(arguments.recipe))
+    if tuned:
+        run.write("tuning.json", json_text(tuned.result.as_json()))
     if not arguments.quiet:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)

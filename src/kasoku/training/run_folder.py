@@ -23,7 +23,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from kasoku.config import trust
-from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, flat_settings, from_document, read_document
+from kasoku.config.recipe import CHANGEABLE, Recipe, flat_settings, from_document, read_document
 from kasoku.config.toml import table
 from kasoku.core import Comm, InputError, files, say
 from kasoku.core.files import MANIFEST, check_regular, checked_file, digests_in, is_number, read_json
@@ -32,7 +32,7 @@ from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
-_FORMAT = "# format 6 of kasoku's run folders: a time below 1 is a share of the training\n"
+FORMAT = "# format 6 of kasoku's run folders: a time below 1 is a share of the training\n"
 _BEFORE_RECIPE = {"lock", "checkpoints", "data.json", "environment.json", MANIFEST}  # what a run writes first
 _RESULTS = ("model.safetensors", "result.json", "recipe.toml", "metrics.jsonl", "report.html", ENSEMBLE)
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
@@ -60,9 +60,6 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Writes a small UTF-8 file whole or not at all."""
         self._write(name, lambda part: part.write_text(text, encoding="utf-8"))
-
-    def write_recipe(self, recipe: Recipe) -> None:
-        self.write("recipe.toml", _FORMAT + dumps(recipe))
 
     def write_weights(self, name: str, model: nn.Module) -> None:
         """Writes a model's weights as safetensors, whole or not at all."""
@@ -103,9 +100,9 @@ def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     file = checked_file(folder, "recipe.toml")
     trust.search_import_folders(file)
     document = read_document(file)
-    if not file.read_text().startswith(_FORMAT):
+    if not file.read_text().startswith(FORMAT):
         advice = "another version of kasoku wrote it: evaluate it with that version, or train anew"
-        raise InputError(f'{file}: the first line is not "{_FORMAT.strip()}": {advice}')
+        raise InputError(f'{file}: the first line is not "{FORMAT.strip()}": {advice}')
     return from_document(document, settings)
 
 

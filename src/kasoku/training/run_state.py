@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.recipe import Recipe
+from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Job
 from kasoku.core.files import read_json
 from kasoku.data import Dataset, Loader
@@ -16,7 +16,7 @@ from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
 from kasoku.distributed.startup import Start
 from kasoku.report import environment
-from kasoku.training.run_folder import SHARES, RunFolder
+from kasoku.training.run_folder import FORMAT, SHARES, RunFolder
 
 NO_CHECKPOINT = "none yet"
 
@@ -54,7 +54,7 @@ class Training:
             run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
             more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
             run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
-        run.write_recipe(self.recipe)
+        run.write("recipe.toml", FORMAT + dumps(self.recipe))
         if shares and import_folders is not None:
             run.write(SHARES, json.dumps(shares) + "\n")
 
