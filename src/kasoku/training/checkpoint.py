@@ -78,12 +78,10 @@ def resume_from_checkpoint(state: RunState) -> None:
     """Resumes from the newest good checkpoint: rank 0 chooses it, every rank reads it. Collective."""
     comm, job, run = state.job.comm, state.job, state.run
 
-    def load(checkpoint: Path) -> Progress:
+    def load(checkpoint: Path) -> None:
         load_weights(job.model, checkpoint / "model.safetensors")
         try:
-            content = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu")
-            job.load_state_dict(content["job"])
-            return Progress(**content["progress"])
+            restore(state, torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu"))
         except InputError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, UnpicklingError) as error:
@@ -95,15 +93,16 @@ def resume_from_checkpoint(state: RunState) -> None:
     if checkpoint is None:
         say("no good checkpoint there: starting from the beginning", comm.rank)
         return
-    restore(state, run_on_all_ranks(comm, lambda: load(checkpoint)))
+    run_on_all_ranks(comm, lambda: load(checkpoint))
     if job.steps:
         state.last_checkpoint = f"step {job.steps}"
     say(f"going on from step {job.steps} of {state.training.total_steps}", comm.rank)
 
 
-def restore(state: RunState, progress: Progress) -> None:
-    """Goes on from this progress, once the job has its state. Not collective."""
-    state.progress = progress
+def restore(state: RunState, content: dict[str, Any]) -> None:
+    """Goes on from the content of a checkpoint, once the model has its weights. Not collective."""
+    state.job.load_state_dict(content["job"])
+    state.progress = Progress(**content["progress"])
     state.mark_position()
     if state.progress.best < state.recipe.evaluate.target:  # a higher target than before
         state.progress.reached_s = None

@@ -47,7 +47,7 @@ from kasoku.training.batches import AsyncSource, SyncSource
 from kasoku.training.checkpoint import Checkpointing, restore
 from kasoku.training.control import signals
 from kasoku.training.run_folder import RunFolder, run_folder
-from kasoku.training.run_state import MeetError, Progress, Result, RunState, Training
+from kasoku.training.run_state import MeetError, Result, RunState, Training
 from kasoku.training.trainer import build, fit
 
 # Set by launchers that end all ranks when one dies: torchrun, SkyPilot.
@@ -259,8 +259,7 @@ class Snapshots:
         self._copies = {step: copy or {}}
         content = _copied(copy)
         job.model.load_state_dict(content["weights"])
-        job.load_state_dict(content["job"])
-        restore(state, Progress(**content["progress"]))
+        restore(state, content)
         if comm.rank == 0:
             say(f"going on with {comm.size} ranks from step {job.steps} of {state.training.total_steps}, from memory")
 

@@ -53,7 +53,7 @@ class Metrics:
         setup, beside = training.start.shares(started)
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
-        self._began_s, self._first_step = self.job.clock.now(), True
+        self._began_s = self.job.clock.now()
         self.outcome = "failed"  # until `finish`
         for tracker in self.job.trackers:
             if run:
@@ -90,9 +90,9 @@ class Metrics:
     def end_step(self) -> None:
         """After `optimizer.step()`: the failure detector hears of it. The first one ends the start-up."""
         self.state.activity.step()
-        start, first, self._first_step = self.state.training.start, self._first_step, False
-        if not first or "first step" in start.after:
-            return  # an earlier training of this job reported its start
+        start = self.state.training.start
+        if "first step" in start.after:  # of this training, or of an earlier one of its job
+            return
         start.note("run folder", start.spans[-1].stop, self._began_s)
         start.note("first step", self._began_s, self.job.clock.now())
         self.bar.say(startup_line(start.spans, self.started))

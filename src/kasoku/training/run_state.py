@@ -18,8 +18,6 @@ from kasoku.distributed.startup import Start
 from kasoku.report import environment
 from kasoku.training.run_folder import FORMAT, SHARES, RunFolder
 
-NO_CHECKPOINT = "none yet"
-
 
 class DivergedError(RuntimeError):
     """The loss or the weights are no longer finite."""
@@ -81,7 +79,7 @@ class RunState:
         self.activity.hang_timeout_s = self.recipe.device.hang_timeout_s
         self.activity.stacks_file = run.path / "hang.txt" if run else None
         self.progress = Progress()
-        self.last_checkpoint = NO_CHECKPOINT  # for messages
+        self.last_checkpoint = ""  # as messages name it
         self.target_reached = False  # so that the training ends
         self.mark_position()
 
@@ -114,7 +112,8 @@ class RunState:
             cause += "; or fp16 overflowed: try precision = fp32"
         elif step <= 2:
             cause += "; this early also the loss function or the initial weights may be wrong"
-        return DivergedError(f"{what} at step {step}; last good checkpoint: {self.last_checkpoint}; {cause}")
+        good = self.last_checkpoint or "none yet"
+        return DivergedError(f"{what} at step {step}; last good checkpoint: {good}; {cause}")
 
 
 @dataclass(frozen=True)

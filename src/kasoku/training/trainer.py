@@ -33,7 +33,7 @@ from kasoku.training.control import Request, signals
 from kasoku.training.evaluation import Validation
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_folder import RunFolder
-from kasoku.training.run_state import NO_CHECKPOINT, MeetError, Result, RunState, Training
+from kasoku.training.run_state import MeetError, Result, RunState, Training
 
 
 class Trainer:
@@ -171,8 +171,7 @@ def fit(
                 on_all_ranks = training.job.comm.size == 1 or isinstance(failure, SHARED_ERRORS)
                 if failure.gone and on_all_ranks:
                     trainer.checkpointing.save()
-                saved = trainer.state.last_checkpoint != NO_CHECKPOINT
-                failure.resumable = saved and run is not None and run.path.is_dir()
+                failure.resumable = bool(trainer.state.last_checkpoint and run and run.path.is_dir())
             raise failure  # noqa: B904 - has its cause
 
 
