@@ -207,21 +207,18 @@ class Validation:
         self.state, self.job, self.metrics, self.settings = state, state.job, metrics, state.recipe.evaluate
         self._predictions: PredictionLog | None = None  # of the last evaluation
         self.last_step = -1  # of the last evaluation
-        if state.progress.last_evaluation is None:
-            state.progress.last_evaluation = self.job.progress
-        self._seen = state.progress.last_evaluation  # so a resumed training repeats an evaluation that failed
 
     def run_if_due(self) -> None:
         """Evaluates if the last step crossed a multiple of `evaluate.every` epochs, or the training is over.
 
         Collective; drains if it evaluates.
         """
-        every, before, self._seen = self.settings.every, self._seen, self.job.progress
-        crossed = int(self._seen / every + 1e-9) > int(before / every + 1e-9)
+        every, progress = self.settings.every, self.state.progress
+        crossed = int(self.job.progress / every + 1e-9) > int(progress.last_evaluation / every + 1e-9)
         if self.state.over or (crossed and self.job.progress >= self.settings.start):
             self.run()
-        if crossed:
-            self.state.progress.last_evaluation = self.job.progress
+        if crossed:  # afterwards, so that a resumed training repeats an evaluation that failed
+            progress.last_evaluation = self.job.progress
 
     def run(self) -> None:
         """Evaluates the model as it would be used: averaged, with the statistics measured for it. Collective; drains.

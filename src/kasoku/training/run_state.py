@@ -66,7 +66,7 @@ class Progress:
     reached_s: float | None = None  # seconds from process start to the target
     scores: dict[str, float] = field(default_factory=dict)
     spent_s: dict[str, float] = field(default_factory=dict)  # by row of the ledger, before it was resumed
-    last_evaluation: float | None = None  # in epochs; when it was due
+    last_evaluation: float = 0.0  # in epochs; when it was due
 
 
 class RunState:
