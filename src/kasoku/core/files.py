@@ -29,9 +29,7 @@ _LARGEST = 1e300  # a JSON file may hold any number of digits
 _FULL_BYTES = 1 << 16  # a disk with less is taken for full
 
 
-def write_atomically(
-    path: Path, write: Callable[[Path], object], before_rename: Callable[[Path], object] | None = None
-) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls write(part) on a file beside `path`, flushes it to disk and renames it to `path`."""
     part = path.with_name(f".{path.name}.part")
     try:
@@ -39,8 +37,6 @@ def write_atomically(
         write(part)
         part.chmod(0o644)  # safetensors makes its files private
         flush(part)
-        if before_rename:
-            before_rename(part)
         os.replace(part, path)
     except (OSError, RuntimeError, SafetensorError, UnicodeEncodeError) as error:
         refused = write_error(path, error)  # looks how full the disk is

@@ -69,12 +69,14 @@ class RunFolder:
         file = self.path / name
         self._check_owner()
 
-        def note(part: Path) -> None:
-            old = self._digests.get(name) or [files.digest(file) if file.exists() else ""]
-            self._digests[name] = [*old, files.digest(part)]
-            self._write_manifest()
+        def write_and_note(part: Path) -> None:
+            write(part)
+            if name in _DECISIVE:
+                old = self._digests.get(name) or [files.digest(file) if file.exists() else ""]
+                self._digests[name] = [*old, files.digest(part)]
+                self._write_manifest()
 
-        files.write_atomically(file, write, note if name in _DECISIVE else None)
+        files.write_atomically(file, write_and_note)
         if name in _DECISIVE:
             self._digests[name] = self._digests[name][-1:]  # on disk with the next file, or at the end
 
