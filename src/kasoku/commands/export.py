@@ -40,14 +40,11 @@ _USES = {  # by the name of a library on model hubs: how it reads the folder
 class _FromPixels(nn.Module):
     """Normalises pixels, then the network; or all networks of an ensemble."""
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(self, members: Sequence[Trained]) -> None:
         super().__init__()
         self.networks = nn.ModuleList([member.job.model for member in members])
-        self.register_buffer("mean", torch.tensor(members[0].mean).view(1, -1, 1, 1))
-        self.register_buffer("std", torch.tensor(members[0].std).view(1, -1, 1, 1))
+        self.mean = nn.Buffer(torch.tensor(members[0].mean).view(1, -1, 1, 1))
+        self.std = nn.Buffer(torch.tensor(members[0].std).view(1, -1, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
         x_NCHW = (pixels - self.mean) / self.std

@@ -10,8 +10,6 @@ from torch import Tensor
 from kasoku.core.clock import Clock
 from kasoku.core.comm import Work
 
-Follower = Callable[[Sequence[str], str, int], None]
-
 
 @dataclass(frozen=True)
 class Span:
@@ -37,7 +35,7 @@ class Trace:
         self.clock = clock
         self.rank = rank
         self.spans: deque[Span] = deque(maxlen=keep)
-        self.follower: Follower = lambda *_: None
+        self.follower: Callable[[Sequence[str], str, int], None] = lambda *_: None
         self.beside: defaultdict[str, float] = defaultdict(float)
         self._open = [""]
         self._transfers: deque[tuple[str, float, int, Work]] = deque()  # name, start, bytes, work

@@ -109,9 +109,7 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> list[s
     other = [name for name, tensor in state.items() if name in own and tensor.shape != own[name].shape]
     misshapen = [f"{name} ({_shape(state[name])}, the model has {_shape(own[name])})" for name in other]
     kinds = {"missing": missing, "not in the model": unexpected, "of another shape": misshapen}
-    shown = {kind: first_of(names, 3) for kind, names in kinds.items() if names}
-    faults = [f"{len(kinds[kind])} {kind}: {names}" for kind, names in shown.items()]
-    if faults:
+    if faults := [f"{len(names)} {kind}: {first_of(names, 3)}" for kind, names in kinds.items() if names]:
         raise InputError(f"{path}: not weights of this {type(model).__name__}; {'; '.join(faults)}")
     if any(tensor.is_meta for tensor in own.values()):
         return fresh
