@@ -5,6 +5,7 @@ import io
 import random
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,11 +79,9 @@ def _usual_side(train: Encoded) -> int:
     sample = random.Random(0).sample(range(len(train)), min(50, len(train)))
     sides = []
     for index in sample:
-        try:
+        with suppress(InputError, OSError, Image.DecompressionBombError):
             image = train.read(index)
             sides.append(min(Image.open(io.BytesIO(image)).size if isinstance(image, bytes) else image.shape[:2]))
-        except (InputError, OSError, Image.DecompressionBombError):
-            continue
     if not sides:
         raise InputError(f"{train.name(sample[0])}: none of {len(sample)} images can be opened: look at the files")
     return int(statistics.median(sides))

@@ -105,10 +105,8 @@ def is_locked(folder: Path) -> bool:
     try:
         with open(folder / "lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:  # without a lock file there is another one
+        return isinstance(error, BlockingIOError)
     return False
 
 

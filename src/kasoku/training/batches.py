@@ -94,7 +94,6 @@ class AsyncSource:
     def batches(self) -> Iterator[Batch]:
         """This rank's batches, in parts, up to the next sync point."""
         job, loader, exchange, activity = self.job, self.job.plain_loader, self._exchange, self.state.activity
-        self._epoch, self._first = loader.epoch, loader.position // loader.parts
         self._request, self._synchronous = Request(), exchange.sync_phases.due
         if self._synchronous != exchange.sync_phases.active:  # on all ranks, also on those that get no share
             exchange.change_phase()
