@@ -52,7 +52,8 @@ def test_only_so_many_spans_are_kept():
     clock = Ticks()
     trace = Trace(clock, keep=2)
     for i in range(5):
-        trace.add("step", str(i), start=i, stop=i + 1)
+        with trace.span("step", str(i)):
+            clock.time += 1
     assert [s.name for s in trace.spans] == ["3", "4"]
 
 

@@ -46,14 +46,9 @@ def run(arguments: TrainArguments) -> int:
         if over := finished(folder, recipe):
             say(f"{folder}: {over}")
             return _end(Solo(), None, folder, recipe) if place().rank == 0 else 0
-    return on_ranks(
-        partial(_train_or_diverge, arguments),
-        arguments.words,
-        started=arguments.started,
-        count=partial(_gpus, arguments),
-        packages=partial(import_module, "kasoku.training.trainer"),
-        folder=folder,
-    )
+    train, count = partial(_train_or_diverge, arguments), partial(_gpus, arguments)
+    packages = partial(import_module, "kasoku.training.trainer")
+    return on_ranks(train, arguments.words, started=arguments.started, count=count, packages=packages, folder=folder)
 
 
 def _check(arguments: TrainArguments) -> None:

@@ -40,10 +40,6 @@ class Trace:
         self._open = [""]
         self._transfers: deque[tuple[str, float, int, Work]] = deque()  # name, start, bytes, work
 
-    def add(self, kind: str, name: str, *, start: float, stop: float, bytes: int = 0) -> None:
-        """Adds a span that was timed elsewhere."""
-        self.spans.append(Span(kind, name, start, stop, self.rank, bytes))
-
     def phase(self, kind: str) -> None:
         """Reports the phase that begins (forward, backward, ...) to the follower; it adds no span."""
         self._open[0] = kind
@@ -58,8 +54,7 @@ class Trace:
         try:
             yield
         finally:
-            stop = self.clock.now()
-            self.add(kind, name or kind, start=start, stop=stop, bytes=bytes)
+            self.spans.append(Span(kind, name or kind, start, self.clock.now(), self.rank, bytes))
             self._open.pop()
             self.follower(self._open, "", 0)
 
@@ -79,4 +74,4 @@ class Trace:
         """
         while self._transfers and self._transfers[0][-1].done():
             name, start, size, _ = self._transfers.popleft()
-            self.add("transfer", name, start=start, stop=self.clock.now(), bytes=size)
+            self.spans.append(Span("transfer", name, start, self.clock.now(), self.rank, size))
