@@ -86,10 +86,7 @@ def _writer(arguments: ExportArguments, members: Sequence[Trained], facts: Mappi
     except ImportError as error:
         raise InputError('ONNX export needs more packages: pip install "onnx>=1.17" "onnxscript>=0.5"') from error
     names: dict[str, Any] = {"input_names": ["pixels"], "output_names": ["logits"]}
-    written = torch.onnx.export(program, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
-    if written is None:
-        message = "torch could not turn this network into ONNX; use --format torch-export"
-        raise InputError(f"{arguments.trained}: {message}")
+    written: Any = torch.onnx.export(program, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
     written.model.metadata_props.update(texts)
     graph = written.model.graph
     graph.inputs[0].doc_string, graph.outputs[0].doc_string = texts["input"], texts["output"]

@@ -73,8 +73,7 @@ class ControlChannel:
             return None
         self._work.wait()
         self._work = None
-        values: list[float] = self._values.tolist()
-        return values
+        return [*self._values.tolist()]
 
 
 @contextmanager

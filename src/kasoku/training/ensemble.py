@@ -89,8 +89,7 @@ def train(
             own_folders = [stack.enter_context(run_folder(apart, paths[i], resume=resume)) for i in own]
             if comm.rank == 0:
                 (paths[0].parent / ENSEMBLE).unlink(missing_ok=True)
-                if not resume:
-                    remove_empty_members(paths[0].parent, paths)
+                remove_empty_members(paths[0].parent, paths)
             return own_folders
 
         members = list(zip(run_on_all_ranks(comm, trainings), run_on_all_ranks(comm, folders), strict=True))
