@@ -240,8 +240,10 @@ def build(
     facts = {"data": tasks["digest"], "model": model_facts(model)}
     start.do("comparison", lambda: assert_same_on_all_ranks(comm, facts))
     job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
-    unequal = Shares() if in_turn else shares  # in turn a rank takes the next part of the data when it is ready
-    start.do("techniques", lambda: _apply_techniques(job, recipe, device_setup, unequal))
+    uneven = [shares] if shares.images and not in_turn else []  # in turn a rank takes the next part when it is ready
+    derived = derived_techniques(recipe, comm.size, uneven=bool(uneven))
+    own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
+    start.do("techniques", lambda: job.apply(*device_setup.techniques, *own, *recipe.scaled_techniques, Timed()))
     _try_loss(job, recipe.loss.use, len(dataset.classes))
     total = updates(recipe, train.images)
     if total < 1:
@@ -302,14 +304,6 @@ def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.d
     if prepare is not None:
         prepare(sample(data, 5000))
     return network.to(device), outputs
-
-
-def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Shares) -> None:
-    """Applies the techniques that follow from the device and the ranks, and those of the recipe. Collective."""
-    derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares.images))
-    uneven = [shares] if shares.images else []
-    own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
-    job.apply(*device_setup.techniques, *own, *recipe.scaled_techniques, Timed())
 
 
 def _try_loss(job: Job, use: str, classes: int) -> None:
