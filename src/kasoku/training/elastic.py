@@ -82,8 +82,9 @@ def fit_in(
             try:
                 if group and meets:
                     group.meet()
-                    if comm.rank == 0 and run is None:
-                        run = stack.enter_context(closing(_take_over(folder)))
+                    if comm.rank == 0 and run is None:  # the old one is lost; if it was only stopped, it sees the lock
+                        (folder / "lock").unlink(missing_ok=True)
+                        run = stack.enter_context(closing(RunFolder(folder, resume=True)))
                     training, started = group.build(training), group.snapshots.taken_s or started
                 return fit(training, run, started=started, resume=resume, quiet=quiet, caught=caught)
             except Exception as error:
@@ -167,12 +168,6 @@ def _can_go_on(training: Training) -> bool:
     else:
         shared = recipe.batch // part_of(recipe, size) >= size
     return recipe.faults.elastic and alike and shared and not (recipe.device.graphs or restarted)
-
-
-def _take_over(folder: Path) -> RunFolder:
-    """The run folder of a rank 0 that is lost. If it was only stopped, it sees the new lock."""
-    (folder / "lock").unlink(missing_ok=True)
-    return RunFolder(folder, resume=True)
 
 
 class Snapshots:
