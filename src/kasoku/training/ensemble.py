@@ -92,9 +92,13 @@ def train(
                 remove_empty_members(paths[0].parent, paths)
             return own_folders
 
+        def describe() -> None:
+            for training, run in members:
+                if run:
+                    training.describe(run, own_modules)
+
         members = list(zip(run_on_all_ranks(comm, trainings), run_on_all_ranks(comm, folders), strict=True))
-        # when all folders are there, and before any member trains
-        run_on_all_ranks(comm, lambda: _describe(members, own_modules))
+        run_on_all_ranks(comm, describe)  # when all folders are there, and before any member trains
         try:
             outcome = _one_after_the_other(members, started=started, resume=resume, quiet=quiet or comm.rank > 0)
         except InputError as error:
@@ -118,12 +122,6 @@ def evaluate(paths: Sequence[Path], comm: Comm, *, quiet: bool = False) -> None:
         trained_run.print_scores(scores)
     document = json.dumps({**asdict(scores[-1][1]), "members": len(paths)}, indent=1) + "\n"
     run_on_all_ranks(comm, lambda: write_text(paths[0].parent / ENSEMBLE, document) if comm.rank == 0 else None)
-
-
-def _describe(members: Members, own_modules: Sequence[str] | None) -> None:
-    for training, run in members:
-        if run:
-            training.describe(run, own_modules)
 
 
 def _one_after_the_other(members: Members, *, started: float, resume: bool, quiet: bool) -> Outcome:

@@ -76,24 +76,18 @@ def score(
     for x_NCHW, y_N in loader:
         if totals is None:
             exact = torch.float32 if x_NCHW.device.type == "mps" else torch.float64  # MPS has no float64
-            totals = torch.zeros(count, 4, dtype=exact, device=x_NCHW.device)
-        if len(y_N):
-            totals[:, :3] += torch.stack([_tally(logits_NK, y_N) for logits_NK in outputs(x_NCHW, y_N)])
-            images += len(y_N)
+            totals = torch.zeros(count, 4, dtype=exact, device=x_NCHW.device)  # hits at 1 and 5, loss, images
+        for i, logits_NK in enumerate(outputs(x_NCHW, y_N) if len(y_N) else ()):
+            hits_N5 = logits_NK.topk(min(5, logits_NK.shape[1]), dim=1).indices == y_N[:, None]
+            loss = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="sum")
+            totals[i, :3] += torch.stack([hits_N5[:, 0].sum(), hits_N5.sum(), loss])
+        images += len(y_N)
     if totals is None:
         return [Scores(0.0, 0.0, float("nan"), 0)] * count
     totals[:, 3] = images
     comm.all_reduce(totals).wait()
     rows = totals.tolist()  # the one time the host waits for the device
     return [Scores(top1 / n, top5 / n, loss / n, int(n)) for top1, top5, loss, n in rows]
-
-
-def _tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
-    """Sums over a batch, on the device: right at first guess, among the first five, cross-entropy."""
-    best_N5 = logits_NK.topk(min(5, logits_NK.shape[1]), dim=1).indices
-    hits_N5 = best_N5 == y_N[:, None]
-    loss = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="sum")
-    return torch.stack([hits_N5[:, 0].sum(), hits_N5.sum(), loss])
 
 
 def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) -> Tensor:
