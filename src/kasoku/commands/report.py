@@ -35,9 +35,7 @@ def run(arguments: ReportArguments) -> int:
     from kasoku.report.html.page import page  # plotly and jinja2 take 0.4 s, and only this page needs them
 
     write_text(out, page(runs, lines, ensembles), errors="replace")
-    for line in lines:
-        print(line)
-    print(out)
+    print(*lines, out, sep="\n")
     return 0
 
 

@@ -73,10 +73,9 @@ def read(path: str | Path) -> dict[str, Tensor]:
         raise InputError(f"{path}: no such file; give a .safetensors or torch file of weights")
     if (path.parent / "recipe.toml").is_file():  # of a run
         checked_file(path.parent, path.name)
-    content: Any
     try:
         if path.suffix == ".safetensors":
-            content = safetensors.torch.load_file(path)
+            content: Any = safetensors.torch.load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the readers raise many kinds of errors for foreign files

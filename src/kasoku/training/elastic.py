@@ -106,9 +106,8 @@ class Regrouping:
         if not (in_turn or recipe.device.graphs):
             self._grouped = replace(recipe, norm_batch=recipe.images_per_norm(first))
         most = _MOST if in_turn else recipe.batch // self._part
-        facts = json.dumps({"recipe": dumps(recipe), **version_facts()})
-        facts = hashlib.sha256(facts.encode()).hexdigest()
-        members.arm(folder, facts, dead_s=recipe.faults.dead_s, most=most)
+        facts = json.dumps({"recipe": dumps(recipe), **version_facts()}).encode()
+        members.arm(folder, hashlib.sha256(facts).hexdigest(), dead_s=recipe.faults.dead_s, most=most)
         self._planned = members.newcomer
 
     def goes_on_after(self, error: Exception) -> bool:
