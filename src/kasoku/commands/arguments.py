@@ -125,8 +125,7 @@ def declare(parser: argparse.ArgumentParser, kind: type[CommandArguments]) -> No
         if not each.metadata:
             continue
         flag, settings = each.metadata["flag"], dict(each.metadata["settings"])
-        known = [t for t in (get_args(types[each.name]) or (types[each.name],)) if t in (int, float, Path)]
-        if known:
+        if known := [t for t in (get_args(types[each.name]) or (types[each.name],)) if t in (int, float, Path)]:
             settings.setdefault("type", known[0])
         if flag == "--":
             flag += each.name.replace("_", "-")

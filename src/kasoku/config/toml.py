@@ -194,8 +194,7 @@ def _check_replaced(table: Mapping[str, Any], use: Any, path: str) -> None:
     parameters = parameters_of(resolve(use, path))
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    old = [name for name in table if name != "use" and name not in parameters]
-    if old:
+    if old := [name for name in table if name != "use" and name not in parameters]:
         whole = path.removesuffix(".use")
         got = f"{', '.join(old)} in [{whole}] {'is' if len(old) == 1 else 'are'} of {table['use']}"
         advice = f"with the arguments that you want: --set '{whole}={{use = \"{use}\"}}'"

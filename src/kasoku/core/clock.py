@@ -41,10 +41,8 @@ class Stopwatch:
 
     def synchronize(self) -> float:
         """Waits for the device; the host's time then."""
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return self.clock.now()
 
 

@@ -104,8 +104,7 @@ class _Average:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         tensors = {**self.params, **self.buffers()}
-        unknown = set(state["averages"]) - set(tensors)
-        if unknown:
+        if unknown := set(state["averages"]) - set(tensors):
             raise InputError(f"the checkpoint averages {sorted(unknown)[0]}, which this model does not have")
         self.averages = {n: torch.empty_like(tensors[n].detach()).copy_(x) for n, x in state["averages"].items()}
         self.updates = dict(state["updates"])

@@ -65,8 +65,7 @@ class _Course:
         epoch = self.job.progress
         for group, own in zip(groups, self.own, strict=True):
             group.update(self.rate.at(own, epoch))
-            until = own.get("until", 0)
-            if until:
+            if until := own.get("until", 0):
                 self._freeze(group["params"], epoch >= until)
 
     def _freeze(self, params: list[Tensor], over: bool) -> None:

@@ -108,8 +108,7 @@ def train(
         with comm.activity.rest() if comm.activity else nullcontext():
             outcomes = meeting.gather_objects(outcome)
             raise_on_all_ranks(meeting, failure)
-    diverged = [name for _, names in outcomes for name in names]
-    if diverged:
+    if diverged := [name for _, names in outcomes for name in names]:
         raise DivergedError(f"{', '.join(sorted(diverged))} diverged; the other members have ended")
     return next((stopped for stopped, _ in outcomes if stopped), None)
 
