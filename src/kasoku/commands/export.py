@@ -29,7 +29,6 @@ from kasoku.training.run_folder import output_folder
 from kasoku.training.run_state import Result
 from kasoku.training.trained_run import Trained, ensemble_logits, load_members
 
-_TASK = "image-classification"
 _USES = {  # by the name of a library on model hubs: how it reads the folder
     "timm": 'timm.create_model("local-dir:FOLDER", pretrained=True).eval()',
     "transformers": 'transformers.AutoModelForImageClassification.from_pretrained("FOLDER")',
@@ -187,7 +186,7 @@ def _card(trained: Trained, facts: Mapping[str, Any]) -> str:
         raise InputError(f"{folder}: no model card can be made: {lacking}: let the training end") from error
     del rows["run folder"]
     metrics = [{"type": "accuracy", "value": result.best_top1}]
-    results = [{"task": {"type": _TASK}, "dataset": {"name": data, "type": data}, "metrics": metrics}]
+    results = [{"task": {"type": "image-classification"}, "dataset": {"name": data, "type": data}, "metrics": metrics}]
     return Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         facts,
         library=library,

@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -37,11 +36,8 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     sizes = run_on_all_ranks(comm, lambda: _range(arguments.range) if arguments.range else (0, 0))
     recipe = run_on_all_ranks(comm, arguments.load)
     check_same(recipe, comm)
-
-    def create() -> Path | None:
-        return output_folder(arguments.out, arguments.recipe, "tuned") if arguments.out and comm.rank == 0 else None
-
-    folder = run_on_all_ranks(comm, create)  # refused before minutes of search
+    create = partial(output_folder, arguments.out, arguments.recipe, "tuned")
+    folder = run_on_all_ranks(comm, lambda: create() if arguments.out and comm.rank == 0 else None)  # before the search
     # where the recipe does not say how the rates follow the batch, they stay those of its own batch
     known = recipe.reference_batch or read_document(arguments.recipe, arguments.set).get("points")
     fixed = [] if known else [f"reference_batch={recipe.batch}"]
@@ -52,18 +48,17 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     tuned = tune(recipe, at, comm=comm, sizes=sizes)
 
     def report() -> None:
-        if comm.rank == 0:
-            show(tuned)
-            chosen = [f"batch={tuned.recipe.batch}", *fixed]
-            if tuned.recipe.accumulate != recipe.accumulate:
-                chosen.append(f"accumulate={tuned.recipe.accumulate}")
-            print(" ".join(f"--set {setting}" for setting in chosen))
-            document = tuned.result.as_json()
-            arguments.document.update(settings=chosen, **document)
-            if folder:
-                write_text(folder / "tuning.json", json_text(document))
+        show(tuned)
+        chosen = [f"batch={tuned.recipe.batch}", *fixed]
+        if tuned.recipe.accumulate != recipe.accumulate:
+            chosen.append(f"accumulate={tuned.recipe.accumulate}")
+        print(" ".join(f"--set {setting}" for setting in chosen))
+        document = tuned.result.as_json()
+        arguments.document.update(settings=chosen, **document)
+        if folder:
+            write_text(folder / "tuning.json", json_text(document))
 
-    run_on_all_ranks(comm, report)
+    run_on_all_ranks(comm, lambda: report() if comm.rank == 0 else None)
     return 0
 
 

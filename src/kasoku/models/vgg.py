@@ -46,8 +46,7 @@ class VGG(PlainCNN):
         channels = in_channels
         for width, convolutions in zip(widths, DEPTHS[depth], strict=True):
             for _ in range(convolutions):
-                layers.append(nn.Conv2d(channels, width, 3, padding=1))
-                layers.extend([nn.BatchNorm2d(width)] if batch_norm else [])
+                layers += [nn.Conv2d(channels, width, 3, padding=1), *[nn.BatchNorm2d(width)] * batch_norm]
                 layers.append(nn.ReLU(inplace=True))
                 channels = width
             layers.append(nn.MaxPool2d(2))

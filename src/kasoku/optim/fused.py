@@ -8,8 +8,6 @@ from torch import nn
 from kasoku.core import Range, checked
 from kasoku.optim.param_groups import NonNegative, Share, refuse_nesterov, split
 
-_FUSED = ("cpu", "cuda", "mps")  # devices where torch has fused steps
-
 
 @checked
 def sgd(
@@ -80,4 +78,4 @@ def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]
 def _has_fused(model: nn.Module) -> bool:
     """True if torch has a fused step for all these parameters."""
     trainable = [p for p in model.parameters() if p.requires_grad]
-    return all(p.device.type in _FUSED and p.is_floating_point() for p in trainable)
+    return all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for p in trainable)
