@@ -403,7 +403,7 @@ def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     group.begin()
     for others in (2, 4, 6, 46, 48):  # updates by others so far, of -1 each
         group.write_request(1.0)
-        group.reply.fill_(-others)
+        group.message.fill_(-others)
         group.version_read[0] = others
         group.read_reply()
         for ahead in (True, True, False, False):  # where it is, it stays

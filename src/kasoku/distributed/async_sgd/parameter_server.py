@@ -37,19 +37,15 @@ class ParameterShard:
         """Starts from weights that all workers have."""
         with self._lock:
             self.weights.copy_(weights)
-            self.staleness, self._updates = (
-                Counter[int](),
-                Counter[int](),
-            )  # updates from now on
+            self.staleness, self._updates = Counter[int](), Counter[int]()  # updates from now on
             self._copies = {rank: weights.clone() for rank in self._workers} if not self.codec.exact else {}
 
-    def take(self, rank: int, update: Tensor, version: int, out: Tensor) -> int:
-        """Adds a worker's update, writes the reply into `out` and returns the version of the weights in it.
+    def take(self, rank: int, update: Tensor, version: int) -> int:
+        """Adds a worker's update, writes the reply in its place and returns the version of the weights in it.
 
         The reply is the weights in fp32; with other codecs it is their difference from the worker's copy. A version is
         the number of updates by other workers in the weights; `version`: of those that the update was computed on. The
-        share of an fp32 update is taken here; other updates were scaled before rounding. The update's memory is
-        overwritten; `out` may share it.
+        share of an fp32 update is taken here; other updates were scaled before rounding.
         """
         with self._lock:
             new_version = self._updates.total() - self._updates[rank]
@@ -57,14 +53,13 @@ class ParameterShard:
             worker_copy = self._copies.get(rank)
             self._updates[rank] += 1
             if worker_copy is None:  # each stretch is read again while it is in the cache
-                parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
-                for weights, part, reply in zip(*parts, strict=True):
-                    reply.copy_(weights.add_(part.mul_(self._share)))
+                for weights, part in zip(*(torch.split(x, _STRETCH) for x in (self.weights, update)), strict=True):
+                    part.copy_(weights.add_(part.mul_(self._share)))
                 return new_version
             self.codec.unpack(update, self._decoded)
             self.weights.add_(self._decoded)
-            self.codec.pack(torch.sub(self.weights, worker_copy.add_(self._decoded), out=self._decoded), out)
-            self.codec.unpack(out, self._decoded)
+            self.codec.pack(torch.sub(self.weights, worker_copy.add_(self._decoded), out=self._decoded), update)
+            self.codec.unpack(update, self._decoded)
             worker_copy.add_(self._decoded)  # the rounding error goes out with the next reply
             return new_version
 
@@ -108,11 +103,11 @@ class ParameterServer:
         self.clocks[rank] = max(self.clocks[rank], head[1])
         return head[1] <= min(self.clocks.values()) + self._ahead or head[1] == RESTS
 
-    def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        """The reply's header; reads `body` and fills `out`, which may share memory with `body`."""
+    def answer(self, rank: int, head: Head, body: Tensor) -> Head:
+        """The reply's header; the reply takes the place of the request in `body`."""
         shard = self.shards[head[1]] if head[0] == UPDATE else None
         if shard:
-            return (shard.take(rank, body, head[2], out),)
+            return (shard.take(rank, body, head[2]),)
         if head[0] == CLOCK:  # `ready` has noted it
             return (0,)
         with self._lock:  # a share, or -1 at the sync point
@@ -193,7 +188,7 @@ class SharedWeights:
             reply: Reply = Future()
             if self.rank in self.workers:
                 head = (UPDATE, g, group.version_used[owner])
-                reply = transport.ask(owner, head, group.request[slot], group.reply[slot])
+                reply = transport.ask(owner, head, group.message[slot])
             group.pending[owner] = reply
         group.version_used.update(group.version_read)
 
@@ -202,10 +197,10 @@ class SharedWeights:
         if not group.pending:
             return
         replies = group.pending.values() if self.rank in self.workers else ()
-        with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
+        with trace.span("wait", "fresh weights", bytes=group.message.nbytes):
             read = [int(reply.result()[0]) for reply in replies]
             versions = _copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
-            _copy_from_first(self.node, group.reply)
+            _copy_from_first(self.node, group.message)
         group.version_read.update(zip(group.pending, versions.tolist(), strict=True))
         group.pending.clear()
         group.read_reply()

@@ -131,11 +131,11 @@ class InProcess:
     def set_server(self, server: ParameterServer) -> None:
         self._servers = self._comm.gather_objects(server)
 
-    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
+    def ask(self, to: int, head: Head, body: Tensor) -> Reply:
         """Sends a request to rank `to` once it can be answered."""
         server, rank = self._servers[to], self._comm.rank
         self._comm.block(f"a reply of rank {to}", lambda: server.ready(rank, head))
-        return answered(server.answer(rank, head, body, out))
+        return answered(server.answer(rank, head, body))
 
     def finish_requests(self) -> None:
         """Waits until all ranks have sent their last request."""
@@ -167,19 +167,18 @@ class NetworkTransport:
         """Starts the threads that answer requests."""
         self._threads = [daemon(f"kasoku answers {rank}", self._serve, rank, x) for rank, x in self._callers]
 
-    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
-        """Sends a request to rank `to`; until its reply, `body` must not be changed, nor `out` read.
+    def ask(self, to: int, head: Head, body: Tensor) -> Reply:
+        """Sends a request to rank `to`, whose reply takes its place in `body`; until then `body` must not be used.
 
-        The callee may use `body` as working memory, so its content is undefined afterwards. Raises the error of a
-        message that failed, or of an answering thread.
+        Raises the error of a message that failed, or of an answering thread.
         """
         self.messages.check()
         if to == self._comm.rank:
-            return answered(self._answer(to, head, body, out))
+            return answered(self._answer(to, head, body))
         request, reply = torch.zeros(HEADER, dtype=torch.int64), torch.zeros(HEADER, dtype=torch.int64)
         request[: len(head)] = torch.tensor(head)
         channel = self._comm if len(body) else self.messages.small
-        return self.messages.exchange(to, channel, [request, body], [reply, out])
+        return self.messages.exchange(to, channel, [request, body], [reply, body])
 
     def finish_requests(self) -> None:
         """Announces the last request, and answers other ranks' requests until their last. Raises as `ask` does."""
@@ -194,13 +193,13 @@ class NetworkTransport:
         """Ends all threads; all ranks call it."""
         self.messages.stop()
 
-    def _answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
+    def _answer(self, rank: int, head: Head, body: Tensor) -> Head:
         server, messages = self._server, self.messages
         if not server.ready(rank, head):
             with messages.changed:
                 messages.changed.notify_all()  # other requests may wait for this one
             messages.wait_until(lambda: server.ready(rank, head))
-        reply = server.answer(rank, head, body, out)
+        reply = server.answer(rank, head, body)
         with messages.changed:
             messages.changed.notify_all()
         return reply
@@ -223,7 +222,7 @@ class NetworkTransport:
                 body = buffer.of(*self._server.size(head))
                 if len(body):
                     channel.receive(body, source=rank, tag=ASK).wait()
-                reply = self._answer(rank, head, body, body)
+                reply = self._answer(rank, head, body)
                 buffer.reply[: len(reply)] = torch.tensor(reply)
                 buffer.sends = [channel.send(x, to=rank, tag=REPLY) for x in (buffer.reply, body) if len(x)]
         except BaseException as error:
