@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, copy_buffers, means_over
+from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, average_buffers
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import CODECS, WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
@@ -247,33 +247,26 @@ class Exchange:
     @torch.no_grad()
     def drain(self) -> None:
         """A sync point: finishes all exchanges, gives all ranks equal weights and ends all threads."""
-        model, weights = self.job.model, self.weights
-        if self.sync_phases.active:
-            copy_buffers(model, means_over(model.buffers(), self.comm))
-            weights.begin()
-            self.step = 0
-            return
-        self._start()
-        weights.remove_predictions()
-        for g, group in enumerate(weights.groups):
-            weights.receive(group, self.job.trace)
-            if self.step > group.sent_at:
-                weights.send(g, self.step, self.transport)
+        weights, steps = self.weights, 0.0
+        if not self.sync_phases.active:
+            self._start()
+            weights.remove_predictions()
+            for g, group in enumerate(weights.groups):
                 weights.receive(group, self.job.trace)
-        self._send_clock(RESTS)
-        self.transport.finish_requests()
-        result = weights.sums(self.comm, model, self.step)
-        self.staleness += result.staleness  # keeps those above 0
-        self.batches_dealt = result.batches_dealt
-        for group in weights.groups:
-            group.current.store()
-        copy_buffers(model, result.means)
-        self.transport.stop()
+                if self.step > group.sent_at:
+                    weights.send(g, self.step, self.transport)
+                    weights.receive(group, self.job.trace)
+            self._send_clock(RESTS)
+            self.transport.finish_requests()
+            staleness, self.batches_dealt, steps = weights.gather(self.comm, self.step)
+            self.staleness += staleness  # keeps those above 0
+            self.transport.stop()
+            self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
+        average_buffers(self.job.model, self.comm)
         weights.begin()
         self.step = 0
-        self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
-        if result.steps:
-            self.job.run_hooks("at_sync_point", result.steps)
+        if steps:
+            self.job.run_hooks("at_sync_point", steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}

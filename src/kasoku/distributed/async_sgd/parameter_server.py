@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,15 +121,6 @@ class ParameterServer:
             return (shares[head[2]] if head[2] >= 0 else -1,)
 
 
-class SyncResult(NamedTuple):
-    """The result of a sync point. `steps`: of a worker, since the last one; `means`: of the model's buffers."""
-
-    staleness: Counter[int]
-    batches_dealt: int
-    steps: float
-    means: list[Tensor]
-
-
 @dataclass(eq=False)
 class SharedWeights:
     """One division of the weights among the workers. `server`: of the shards that this rank owns.
@@ -205,11 +196,15 @@ class SharedWeights:
         group.pending.clear()
         group.read_reply()
 
-    def sums(self, comm: Comm, model: nn.Module, step: int) -> SyncResult:
-        """Sums the parts of all ranks of the comm; collective. `step`: this rank's steps since the last sync point."""
+    def gather(self, comm: Comm, step: int) -> tuple[Counter[int], int, float]:
+        """Gives all ranks of the comm the whole weights; collective. `step`: this rank's steps since the last time.
+
+        Returns the numbers of updates by staleness, of batches dealt, and of a worker's steps, all since then.
+        """
         works, server = self.rank in self.workers, self.server
         for group, shard in zip(self.groups, server.shards, strict=True):
             comm.all_reduce(group.contribution(self.rank, shard.weights if shard else None)).wait()
+            group.current.store()
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
         dealt = server.dealt[0] // self.shares if server.dealt and self.rank == self.workers[0] else 0
         largest = torch.tensor([max(staleness, default=0), dealt])
@@ -217,8 +212,7 @@ class SharedWeights:
         counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
         comm.all_reduce(counts).wait()
         steps, *updates = counts.tolist()
-        staleness = Counter(dict(enumerate(updates)))
-        return SyncResult(staleness, int(largest[1]), steps / len(self.workers), means_over(model.buffers(), comm))
+        return Counter(dict(enumerate(updates))), int(largest[1]), steps / len(self.workers)
 
 
 def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = ()) -> list[Tensor]:
@@ -236,10 +230,10 @@ def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = (
     return means
 
 
-def copy_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
-    """Gives the model's buffers these values."""
-    for x, value in zip(model.buffers(), values, strict=True):
-        x.copy_(value)
+def average_buffers(model: nn.Module, comm: Comm) -> None:
+    """Gives the model's buffers their `means_over` all ranks. Collective."""
+    for x, mean in zip(model.buffers(), means_over(model.buffers(), comm), strict=True):
+        x.copy_(mean)
 
 
 def _copy_from_first(node: Comm, x: Tensor) -> Tensor:
