@@ -198,15 +198,13 @@ class Exchange:
         self.transport.start()
         self._started = True
 
-    def deal(self, first: int, end: int) -> None:
-        """Starts to deal these batches until the next sync point, unless it has begun; all ranks call it."""
-        self.weights.server.deal(first, end)
-
-    def share_of_data(self, stop: bool = False, *, last: bool = False) -> int | None:
+    def share_of_data(self, first: int, end: int, *, stop: bool = False, last: bool = False) -> int | None:
         """The number of this rank's next share, as a loader's `deal_from` counts; None: the sync point is reached.
 
-        `stop` requests a sync point as soon as a whole batch is dealt; so does `last`, from a rank that takes no more.
+        `first`, `end`: the batches until then; those of the first call count. `stop` requests a sync point as soon as a
+        whole batch is dealt; so does `last`, from a rank that takes no more. All ranks call it.
         """
+        self.weights.server.deal(first, end)
         self._start()
         share = self._ask_first_owner(SHARE, int(stop or last), -1 if last else self._shares)
         self._shares += 1
