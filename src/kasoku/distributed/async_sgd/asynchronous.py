@@ -140,9 +140,15 @@ class Exchange:
         for name, p in units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
-        in_turn = not self.comm.thread_safe  # ranks in one process
-        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm)
-        self.weights = self._divide(leaders, units)
+        groups = [[units.named[i][1] for i in group] for group in settings.buckets.plan(units.tensors).buckets]
+        workers, codec, ahead = sorted({*leaders}), CODECS[settings.wire], settings.ahead
+        blocking = not settings.hidden and not ahead
+        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
+        size = getattr(job.plain_loader, "size", self.comm.size)  # ranks may be fewer or more than shares
+        shares = len(workers) if size == self.comm.size else size // self.node.size
+        self.weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness, shares)
+        in_turn, server = not self.comm.thread_safe, self.weights.server  # in turn: ranks in one process
+        self.transport = InProcess(self.comm, server) if in_turn else NetworkTransport(self.comm, server)
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self.staleness: Counter[int] = Counter()  # all ranks' updates by staleness, up to the last sync point
         self.batches_dealt = 0  # before it
@@ -155,20 +161,6 @@ class Exchange:
         model = job.model  # deep copies keep the hook, which must act on the original alone
         hook = model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None)
         job.on_close(hook.remove)
-
-    def _divide(self, leaders: Sequence[int], units: LayerIndex) -> SharedWeights:
-        """Divides the weights, equal on all ranks, among the workers. `leaders`: the worker of each rank."""
-        settings = self.settings
-        groups = [[units.named[i][1] for i in group] for group in settings.buckets.plan(units.tensors).buckets]
-        codec, ahead = CODECS[settings.wire], settings.ahead
-        blocking = not settings.hidden and not ahead
-        workers = sorted({*leaders})
-        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
-        size = getattr(self.job.plain_loader, "size", self.comm.size)  # ranks may be fewer or more than shares
-        shares = len(workers) if size == self.comm.size else size // self.node.size
-        weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness, shares)
-        self.transport.set_server(weights.server)
-        return weights
 
     # ---- a step
 

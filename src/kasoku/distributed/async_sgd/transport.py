@@ -42,14 +42,11 @@ def answered(result: Any) -> Reply:
 class InProcess:
     """Ranks of one process that take turns: the callee's handler is called directly."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, server: ParameterServer) -> None:
+        self._comm, self._servers = comm, comm.gather_objects(server)
 
     def start(self) -> None:
         pass  # there are no threads
-
-    def set_server(self, server: ParameterServer) -> None:
-        self._servers = self._comm.gather_objects(server)
 
     def ask(self, to: int, head: Head, body: Tensor) -> Reply:
         """Sends a request to rank `to` once it can be answered."""
@@ -66,24 +63,19 @@ class InProcess:
 
 
 class NetworkTransport:
-    """Ranks in processes of their own, on a channel of its own; see Note: progress."""
+    """Ranks in processes of their own, on a channel of its own; see Note: progress. `server`: answers requests."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, server: ParameterServer) -> None:
+        self._comm, self._server = comm, server
         self._small = comm.channel(patient=True)  # for short messages, which do not wait for long ones
         self._changed = threading.Condition(threading.RLock())  # an answer may have made another request ready
         self._failure: BaseException | None = None  # the first one of a message or of an answer
         self._unfinished: set[Reply] = set()
         self._lines: dict[tuple[int, Comm], tuple[queue.SimpleQueue[Any], threading.Thread]] = {}
         self._threads: list[threading.Thread] = []
-
-    def set_server(self, server: ParameterServer) -> None:
-        """Sets what answers requests.
-
-        Workers, which own the weights, send their updates to each other; all ranks ask the first on the small channel.
-        """
-        self._server, rank, workers = server, self._comm.rank, sorted(server.clocks)
-        pairs = [(caller, owner, self._comm) for caller in workers for owner in workers]
+        rank, workers = comm.rank, sorted(server.clocks)
+        # workers, which own the weights, send their updates to each other; all ranks ask the first on the small channel
+        pairs = [(caller, owner, comm) for caller in workers for owner in workers]
         pairs += [(caller, workers[0], self._small) for caller in range(len(server.leaders))]
         self._callers = [(caller, x) for caller, owner, x in pairs if owner == rank != caller]
         self._callees = [(owner, x) for caller, owner, x in pairs if caller == rank != owner]
