@@ -96,7 +96,9 @@ def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]
         return subprocess.Popen([*command, *more], env={**os.environ, **variables[i]}, process_group=0)
 
     def start_again(i: int) -> subprocess.Popen[bytes] | None:
-        more = _continued(command)
+        """With the options by which it finds the others; None if the command has no run folder."""
+        given = {word.partition("=")[0] for word in command}
+        more = ["--continue"] if "--out" in given else [] if "--resume" in given else None
         return None if arrived or more is None else start(i, *more)
 
     def forward(number: int, frame: object) -> None:
@@ -117,12 +119,6 @@ def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]
                 process.kill()
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def _continued(command: Sequence[str]) -> list[str] | None:
-    """The options with which a rank that is started again finds the others; None if the command has no run folder."""
-    given = {word.partition("=")[0] for word in command}
-    return ["--continue"] if "--out" in given else [] if "--resume" in given else None
 
 
 def train_arguments(
