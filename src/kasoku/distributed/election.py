@@ -25,20 +25,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from kasoku.core import Comm, InputError, say, summary
 from kasoku.core.files import is_locked, write_text
-from kasoku.distributed.liveness import daemon
+from kasoku.distributed.liveness import daemon, open_store
 
 MEMBERS = "members.json"  # in the run folder: the addresses of the ranks that train there
 ANSWER_S, GRACE_S = 12.0, 4.0  # after a verdict; ranks hear of a death within two heartbeats of each other
 PATIENT_S = 600.0  # ranks that meet without a fault wait for each other: an evaluation may be under way
-THERE = timedelta(seconds=30)  # to reach the store of a new group
 _FOUND_S = 15.0  # how long a rank that starts waits for a new rank 0 to take over the run folder
 _TRIES = 20  # of a newcomer, a second apart
 _REFUSED = {"reason": "the other ranks go on without it"}
@@ -339,9 +335,3 @@ def is_gone(address: Address, waited_s: float) -> bool:
     """Whether a rank that others have waited for so long is dead, or its host does not answer. False before GRACE_S."""
     there = answers(address) if waited_s > GRACE_S else True
     return there is False or (there is None and waited_s > ANSWER_S)
-
-
-def open_store(address: Address, *, is_master: bool = False) -> Any:
-    """The store of a new group, or a connection to it."""
-    client: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return client(*address, is_master=is_master, wait_for_workers=False, timeout=THERE)

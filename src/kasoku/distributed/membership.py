@@ -30,9 +30,9 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from kasoku.core import Comm, InputError, Solo, say, summary
 from kasoku.distributed.consensus import SHARED_ERRORS, ReportedElsewhereError
 from kasoku.distributed.counting_comm import Activity, CountingComm
-from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Address, Election, NewGroup, is_gone, open_store
+from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Address, Election, NewGroup, is_gone
 from kasoku.distributed.environment import Place
-from kasoku.distributed.liveness import LostRankError, Watchdog, end_process, is_lost_rank
+from kasoku.distributed.liveness import LostRankError, Watchdog, end_process, is_lost_rank, open_store
 from kasoku.distributed.startup import Start
 from kasoku.distributed.torch_comm import TorchComm, abort, destroy
 
