@@ -247,10 +247,9 @@ class Exchange:
                     weights.send(g, self.step, self.transport)
                     weights.receive(group, self.job.trace)
             self._send_clock(RESTS)
-            self.transport.finish_requests()
+            self.transport.stop()
             staleness, self.batches_dealt, steps = weights.gather(self.comm, self.step)
             self.staleness += staleness  # keeps those above 0
-            self.transport.stop()
             self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
         average_buffers(self.job.model, self.comm)
         weights.begin()

@@ -54,11 +54,8 @@ class InProcess:
         self._comm.block(f"a reply of rank {to}", lambda: server.ready(rank, head))
         return answered(server.answer(rank, head, body))
 
-    def finish_requests(self) -> None:
-        """Waits until all ranks have sent their last request."""
-        self._comm.gather_objects(None)
-
     def stop(self) -> None:
+        """Waits until all ranks have sent their last request."""
         self._comm.gather_objects(None)
 
 
@@ -96,20 +93,20 @@ class NetworkTransport:
         request[: len(head)] = torch.tensor(head)
         return self._exchange(to, self._comm if len(body) else self._small, [request, body], [reply, body])
 
-    def finish_requests(self) -> None:
-        """Announces the last request, and answers other ranks' requests until their last. Raises as `ask` does."""
+    def stop(self) -> None:
+        """Announces the last request, answers those of other ranks until their last, and ends all threads.
+
+        All ranks call it. Raises as `ask` does.
+        """
         bye = torch.zeros(HEADER, dtype=torch.int64)
         for rank, channel in self._callees:
             self._exchange(rank, channel, [bye])
         for thread in self._threads:
             self._join(thread)
-        self._threads.clear()
-
-    def stop(self) -> None:
-        """Ends all threads, once the messages so far have ended; all ranks call it."""
         for line, thread in self._lines.values():
             line.put(None)
             self._join(thread)
+        self._threads.clear()
         self._lines.clear()
 
     # ---- what this rank sends
