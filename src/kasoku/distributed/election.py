@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import Comm, InputError, say, summary
-from kasoku.core.files import is_locked, write_text
+from kasoku.core.files import is_locked, read_json, write_text
 from kasoku.distributed.liveness import daemon, open_store
 
 MEMBERS = "members.json"  # in the run folder: the addresses of the ranks that train there
@@ -317,9 +317,8 @@ def lost_ranks(folder: Path) -> bool:
 
 def _read(folder: Path) -> dict[str, Any]:
     """What the run folder says of its ranks; empty where it says nothing."""
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / MEMBERS).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+    with suppress(InputError):
+        return read_json(folder / MEMBERS)
     return {}
 
 
