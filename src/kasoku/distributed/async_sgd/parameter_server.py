@@ -7,7 +7,6 @@ updates by other workers that were added to the same shard since. The worker's o
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm, Trace
-from kasoku.distributed.async_sgd.worker import Codec, Reply, WorkerGroup
+from kasoku.distributed.async_sgd.worker import Codec, WorkerGroup, answered
 
 Head = Sequence[int]  # of a request or a reply: a request's kind, and up to three more numbers
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of requests
@@ -176,21 +175,17 @@ class SharedWeights:
         group.sent_at = step
         group.write_request(self._share)
         for owner, slot in group.slots.items():
-            reply: Reply = Future()
-            if self.rank in self.workers:
-                head = (UPDATE, g, group.version_used[owner])
-                reply = transport.ask(owner, head, group.message[slot])
-            group.pending[owner] = reply
+            head, asks = (UPDATE, g, group.version_used[owner]), self.rank in self.workers
+            group.pending[owner] = transport.ask(owner, head, group.message[slot]) if asks else answered([0])
         group.version_used.update(group.version_read)
 
     def receive(self, group: WorkerGroup, trace: Trace) -> None:
         """Reads the pending replies of a group into the parameters."""
         if not group.pending:
             return
-        replies = group.pending.values() if self.rank in self.workers else ()
         with trace.span("wait", "fresh weights", bytes=group.message.nbytes):
-            read = [int(reply.result()[0]) for reply in replies]
-            versions = _copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
+            read = [int(reply.result()[0]) for reply in group.pending.values()]
+            versions = _copy_from_first(self.node, torch.tensor(read))
             _copy_from_first(self.node, group.message)
         group.version_read.update(zip(group.pending, versions.tolist(), strict=True))
         group.pending.clear()

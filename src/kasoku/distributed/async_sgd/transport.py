@@ -24,19 +24,12 @@ from torch import Tensor
 
 from kasoku.core import Comm, Work
 from kasoku.distributed.async_sgd.parameter_server import Head, ParameterServer
-from kasoku.distributed.async_sgd.worker import Reply
+from kasoku.distributed.async_sgd.worker import Reply, answered
 from kasoku.distributed.liveness import daemon
 
 ASK, REPLY = 1, 2  # tags of messages
 HEADER = 4  # numbers of a Head, at most
 BYE = 0  # the kind of message that ends the requests of a rank
-
-
-def answered(result: Any) -> Reply:
-    """A reply that is there already."""
-    reply: Reply = Future()
-    reply.set_result(result)
-    return reply
 
 
 class InProcess:

@@ -19,6 +19,13 @@ _STRETCH = 256  # blocks: 256 KiB of fp32
 _DIGITS = 6  # the largest element of a block becomes a level of 64 to 127
 
 
+def answered(result: Any) -> Reply:
+    """A reply that is there already."""
+    reply: Reply = Future()
+    reply.set_result(result)
+    return reply
+
+
 @dataclass(frozen=True)
 class FloatCodec:
     """Casts to a floating-point type, rounding to the nearest."""
