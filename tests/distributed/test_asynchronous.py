@@ -407,7 +407,7 @@ def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
         group.version_read[0] = others
         group.read_reply()
         for ahead in (True, True, False, False):  # where it is, it stays
-            group.prediction.add() if ahead else group.prediction.remove()
+            group.prediction.move(ahead=ahead)
             found.append(p.item() + others)
     places = [-4.0, -4.0, -4.0, -5.0, -4.0]  # 40 of a movement that is 2 as a rule: an eighth of 2
     assert found == [x for place in places for x in (place, place, 0.0, 0.0)]

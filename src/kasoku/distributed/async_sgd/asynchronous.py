@@ -230,7 +230,7 @@ class Exchange:
             weights.receive(groups[g], self.job.trace)
             groups[g].version_used.update(groups[g].version_read)
         for group in groups:
-            group.prediction.add()
+            group.prediction.move(ahead=True)
 
     # ---- sync points and checkpoints
 

@@ -156,7 +156,7 @@ class SharedWeights:
     def remove_predictions(self) -> None:
         """Leaves the weights alone in the parameters of all groups."""
         for group in self.groups:
-            group.prediction.remove()
+            group.prediction.move(ahead=False)
 
     @property
     def unchanged(self) -> bool:

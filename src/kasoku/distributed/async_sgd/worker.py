@@ -149,14 +149,10 @@ class Prediction(FlatViews):
         while new > max(1.0, 2 * usual):
             new, self._factor = new / 2, self._factor / 2
 
-    def add(self) -> None:
-        self._apply(self._factor)
-
-    def remove(self) -> None:
-        self._apply(0.0)
-
     @torch.no_grad()
-    def _apply(self, times: float) -> None:
+    def move(self, *, ahead: bool) -> None:
+        """Moves the parameters ahead, or back to the weights alone; where they are already, they stay."""
+        times = self._factor if ahead else 0.0
         if times != self._applied:
             for p, movement in zip(self.params, self.views, strict=True):
                 p.add_(movement.to(p.device), alpha=times - self._applied)
