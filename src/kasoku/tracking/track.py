@@ -113,18 +113,16 @@ class Tracker:
         self._outcome, self._until_s = outcome, time.monotonic() + wait_s
         if page:
             self._call(lambda run: page(), wait_s)
+        self._call(None, max(0.0, self._until_s - time.monotonic()))
         self._thread = None
-        self._made += 1
-        if thread.is_alive():
-            with suppress(queue.Full):  # the thread sees the time at its next call
-                self._calls.put(None, timeout=max(0.0, self._until_s - time.monotonic()))
         thread.join(max(0.0, self._until_s + wait_s - time.monotonic()))
         if lost := self._made - self._done:
             reason = self._reason or "it did not answer in time"
             still = "" if self._ended else "; its run was not ended and may be shown as running"
             say(f"Track: {self.track.to} lost {lost} of {self._made} calls: {reason}{still}")
 
-    def _call(self, call: Callable[[Any], object], wait_s: float = 0.0) -> None:
+    def _call(self, call: Callable[[Any], object] | None, wait_s: float = 0.0) -> None:
+        """Has the thread make a call, the last one if it is None; it is lost if the queue stays full for so long."""
         if self._thread:
             self._made += 1
             if self._thread.is_alive():
