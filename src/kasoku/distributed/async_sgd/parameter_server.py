@@ -196,18 +196,15 @@ class SharedWeights:
 
         Returns the numbers of updates by staleness, of batches dealt, and of a worker's steps, all since then.
         """
-        works, server = self.rank in self.workers, self.server
+        server = self.server
         for group, shard in zip(self.groups, server.shards, strict=True):
             comm.all_reduce(group.contribution(self.rank, shard.weights if shard else None)).wait()
             group.current.store()
-        staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] // self.shares if server.dealt and self.rank == self.workers[0] else 0
-        largest = torch.tensor([max(staleness, default=0), dealt])
-        comm.all_reduce(largest, op="max").wait()
-        counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
-        comm.all_reduce(counts).wait()
-        steps, *updates = counts.tolist()
-        return Counter(dict(enumerate(updates))), int(largest[1]), steps / len(self.workers)
+        own = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
+        dealt = server.dealt[0] // self.shares if server.dealt else 0  # on the first owner, which deals
+        updates, dealt_by, steps = zip(*comm.gather_objects((own, dealt, step)), strict=True)
+        first, mean_steps = self.workers[0], sum(steps[worker] for worker in self.workers) / len(self.workers)
+        return sum(updates, Counter[int]()), dealt_by[first], mean_steps
 
 
 def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = ()) -> list[Tensor]:
