@@ -202,9 +202,7 @@ def _wait_for_all(store: Any, group: NewGroup) -> None:
 
 
 @contextmanager
-def process_group(
-    here: Place, start: Start, packages: Callable[[], object], folder: Path | None = None
-) -> Iterator[Comm]:
+def process_group(here: Place, start: Start, packages: Callable[[], object], folder: Path | None) -> Iterator[Comm]:
     """The comm of all ranks, watched over by a Watchdog; collective. The process group is destroyed at the end.
 
     A training that can go on without ranks that are lost changes the comm in place (Membership).
