@@ -308,16 +308,13 @@ class SyncPhases:
         job.run_hooks("after_regrouping")
         if not (self.active and job.steps):
             return
-        tensors = [
-            (i, name, x)
-            for i, p in enumerate(p for group in job.optimizer.param_groups for p in group["params"])
-            for name, x in sorted(job.state_of(p).items())
-            if isinstance(x, Tensor) and x.is_floating_point()
-        ]
-        names = job.comm.gather_objects([(i, name, tuple(x.shape)) for i, name, x in tensors])
-        if any(other != names[0] for other in names):  # averages of different states have no meaning
+        params = enumerate(p for group in job.optimizer.param_groups for p in group["params"])
+        states = ((i, name, x) for i, p in params for name, x in sorted(job.state_of(p).items()))
+        tensors = {(i, name, x.shape): x for i, name, x in states if isinstance(x, Tensor) and x.is_floating_point()}
+        keys = job.comm.gather_objects([*tensors])
+        if any(other != keys[0] for other in keys):  # averages of different states have no meaning
             job.optimizer.state.clear()
             return
         with torch.no_grad():
-            for _, _, x in tensors:
+            for x in tensors.values():
                 job.comm.all_reduce(x, op="mean").wait()
