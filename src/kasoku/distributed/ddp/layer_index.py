@@ -25,20 +25,16 @@ class LayerIndex:
         self.modules = [(name, module) for name, module, _ in layers]  # the model: parameters outside of any layer
         self.users: dict[Tensor, list[int]] = {p: [] for _, p in self.named}  # the layers that use it
         for i, (_, _, params) in enumerate(layers):
-            for p in params:
-                if p in self.users:
-                    self.users[p].append(i)
+            for p in self.users.keys() & params:
+                self.users[p].append(i)
         self.order: Sequence[int] = range(len(layers))  # of their forwards, as far as it is known
 
     @property
     def tensors(self) -> list[Sized]:
         """The same parameters for the planner: `unit` is the place of the first user in `order`."""
         place = {layer: i for i, layer in enumerate(self.order)}
-        first = [min(place[user] for user in self.users[p]) for _, p in self.named]
-        return [
-            Sized(unit, p.numel(), p.numel() * p.element_size(), f"{p.dtype} {p.device}", name)
-            for unit, (name, p) in zip(first, self.named, strict=True)
-        ]
+        first = {p: min(place[user] for user in users) for p, users in self.users.items()}
+        return [Sized(first[p], p.numel(), p.nbytes, f"{p.dtype} {p.device}", name) for name, p in self.named]
 
     def before(self, job: Job, f: Callable[[int], None]) -> None:
         """Calls f(layer) before the forward of each layer, until the job is closed.
