@@ -16,7 +16,6 @@ folder but by a write that was under way; when it comes back it is not in the li
 Note: requests go over sockets, a line of JSON each way, so a rank needs no process group for them.
 """
 
-import ipaddress
 import json
 import socket
 import time
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,6 @@ def answers(address: Address) -> bool | None:
     return True
 
 
-def is_loopback(address: Address) -> bool:
-    """Whether only processes of the same host reach it."""
-    return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
-
-
 @dataclass(frozen=True)
 class NewGroup:
     """The ranks that go on: this one's number, the addresses of all, that of their store, and the group's number."""
@@ -140,9 +135,9 @@ class Election:
         self.token, self.first, self.rank = comm.broadcast_object(uuid.uuid4().hex), comm.size, comm.rank
         own = listen(store, self._answer)
         self.addresses = comm.gather_objects(own)
-        outer = [address for address in self.addresses if not is_loopback(address)]
+        outer = [(host, port) for host, port in self.addresses if not ip_address(host.partition("%")[0]).is_loopback]
         if 0 < len(outer) < comm.size:  # on its own host the name of rank 0's may be a loopback address
-            self.addresses = comm.gather_objects(listen(outer[0], self._answer) if is_loopback(own) else own)
+            self.addresses = comm.gather_objects(own if own in outer else listen(outer[0], self._answer))
 
     def find(self, folder: Path | None) -> bool:
         """Whether ranks train in the run folder. Not collective.

@@ -76,8 +76,7 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
     was started (time.perf_counter).
     """
     if not port:
-        with socket.socket() as s:
-            s.bind(("", 0))
+        with socket.create_server(("", 0)) as s:
             port = s.getsockname()[1]
     common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "kasoku", *arguments]
