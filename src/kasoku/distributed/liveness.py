@@ -224,8 +224,7 @@ class StoreHeartbeat:
         keys = [self.keys[rank] for rank in self.detector.ranks]
         *heartbeats, verdict = self.store.multi_get([*keys, self.verdict])
         self.answers += 1
-        fault = self.judge(heartbeats) if verdict == _NO_VERDICT else None
-        if fault:  # the first verdict counts
+        if verdict == _NO_VERDICT and (fault := self.judge(heartbeats)):  # the first verdict counts
             verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
         if verdict != _NO_VERDICT:
             line, lost = json.loads(verdict)

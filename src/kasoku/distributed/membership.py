@@ -223,8 +223,7 @@ def process_group(here: Place, start: Start, packages: Callable[[], object], fol
         advice = "set them to rank 0's host and a free port there, or start with kasoku launch, which does"
         raise InputError(f"{here.size} ranks without MASTER_ADDR and MASTER_PORT: {advice}")
     _was_rank.append(here)
-    cuda = torch.cuda.is_available()
-    if cuda:  # NCCL takes the current device
+    if torch.cuda.is_available():  # NCCL takes the current device
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         # otherwise (torch's default is 3) NCCL ends this process before the Watchdog names the lost rank
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

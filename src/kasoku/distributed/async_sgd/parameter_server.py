@@ -104,8 +104,7 @@ class ParameterServer:
 
     def answer(self, rank: int, head: Head, body: Tensor) -> Head:
         """The reply's header; the reply takes the place of the request in `body`."""
-        shard = self.shards[head[1]] if head[0] == UPDATE else None
-        if shard:
+        if head[0] == UPDATE and (shard := self.shards[head[1]]):
             return (shard.take(rank, body, head[2]),)
         if head[0] == CLOCK:  # `ready` has noted it
             return (0,)
