@@ -160,7 +160,7 @@ def two_epochs(recipe: Path) -> None:
     from kasoku.distributed.startup import Start
 
     start = Start(began=start_s)
-    with process_group(place(), start, partial(import_module, "kasoku.training.trainer")) as comm:
+    with process_group(place(), start, partial(import_module, "kasoku.training.trainer"), None) as comm:
         from kasoku.config import recipe as recipes
         from kasoku.config import trust
         from kasoku.training.trainer import build

@@ -397,17 +397,27 @@ def test_an_optimizer_steps_from_the_weights_not_from_the_prediction(technique: 
     assert [ahead[3:] for ahead in timed(2, rank)] == [[-technique.ahead] * 3] * 2  # the other moves by -1 a step
 
 
+@pytest.mark.parametrize("ahead", [2.0, 0.0])
+@pytest.mark.parametrize(("wire", "more"), [("fp32", 0), ("bf16", 6), ("int8", 5)])
+def test_a_rank_keeps_the_bytes_a_parameter_that_the_reference_gives(wire: str, more: int, ahead: float):
+    n = 25_600
+    group = WorkerGroup([torch.zeros(n)], [0, 1], CODECS[wire], blocking=False, ahead=ahead)
+    buffers = (group.current.flat, group.base.flat, group.prediction.flat, group.residual, group.message)
+    kept = {x.data_ptr(): x.nbytes for x in buffers if x.nbytes}
+    assert sum(kept.values()) / n == pytest.approx((12 if ahead else 8) + more, abs=0.01)  # int8 has scales too
+
+
 def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     p = nn.Parameter(torch.zeros(1))
     group, found = WorkerGroup([p.data], [0], CODECS["fp32"], blocking=False, ahead=2.0), []
     group.begin()
     for others in (2, 4, 6, 46, 48):  # updates by others so far, of -1 each
         group.write_request(1.0)
-        group.reply.fill_(-others)
+        group.message.fill_(-others)
         group.version_read[0] = others
         group.read_reply()
         for ahead in (True, True, False, False):  # where it is, it stays
-            group.prediction.add() if ahead else group.prediction.remove()
+            group.prediction.move(ahead=ahead)
             found.append(p.item() + others)
     places = [-4.0, -4.0, -4.0, -5.0, -4.0]  # 40 of a movement that is 2 as a rule: an eighth of 2
     assert found == [x for place in places for x in (place, place, 0.0, 0.0)]

@@ -29,10 +29,10 @@ class _Broken(shards.ParameterServer):
 
     mine = 0
 
-    def answer(self, rank, head, body, out):  # type: ignore[no-untyped-def]
+    def answer(self, rank, head, body):  # type: ignore[no-untyped-def]
         if rank != self.mine and head[0] == shards.UPDATE:
             raise OSError(errno.EMFILE, "Too many open files")
-        return super().answer(rank, head, body, out)
+        return super().answer(rank, head, body)
 
 
 def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:

@@ -144,7 +144,7 @@ def test_the_groups_are_those_of_the_engine(policy: Policy, wire: Any) -> None:
 
     def rank(comm: Comm) -> list[int]:
         job = Job(built(), lambda m: sgd(m, lr=0.1), comm=comm).apply(pace)
-        sizes = [group.request.nbytes for group in job.kept("asynchronous").weights.groups]
+        sizes = [group.message.nbytes for group in job.kept("asynchronous").weights.groups]
         job.close()
         return sizes
 

@@ -365,11 +365,11 @@ def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
         exchange, plain, steps = training.job.kept("asynchronous"), training.job.plain_loader, []
         ask = exchange.share_of_data
 
-        def late(wish: int = 0) -> int | None:
+        def late(*batches: int, stop: bool = False) -> int | None:
             if comm.rank == 1:
                 server = exchange.transport._servers[0]
                 comm.block("all shares are dealt", lambda: server.dealt is not None and len({*server.dealt}) == 1)
-            return ask(wish)
+            return ask(*batches, stop=stop)
 
         exchange.share_of_data = late
         training.job.before_step(lambda: steps.append(plain.last_share))

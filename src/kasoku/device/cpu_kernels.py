@@ -102,9 +102,7 @@ def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor
     x_NCHW, dy_NCHW = (t.contiguous(memory_format=_LAST) for t in (x_NCHW, dy_NCHW))
     (n, channels_in, *size_in), (_, channels, *size) = x_NCHW.shape, dy_NCHW.shape
     kernel = layer.weight.shape[2:]
-    shape = (ctypes.c_int64 * 13)(
-        n, *size_in, channels_in, *size, channels, *kernel, *layer.stride, *map(int, layer.padding)
-    )
+    shape = (ctypes.c_int64 * 13)(n, *size_in, channels_in, *size, channels, *kernel, *layer.stride, *layer.padding)
     dw_OHWI = torch.empty(channels, *kernel, channels_in)
     data = _pointers(x_NCHW, dy_NCHW, dw_OHWI)
     if not library().kasoku_conv_weight_gradient(shape, *data, torch.get_num_threads()):
@@ -148,9 +146,7 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             window = layer.stride, layer.padding, layer.dilation
             mask = [True, False, False]
-            dx, _, _ = torch.ops.aten.convolution_backward(
-                dy_NCHW, x_NCHW, weight, None, *window, False, (0, 0), 1, mask
-            )
+            dx, *_ = torch.ops.aten.convolution_backward(dy_NCHW, x_NCHW, weight, None, *window, False, (0, 0), 1, mask)
         if ctx.needs_input_grad[2]:
             db = dy_NCHW.sum((0, 2, 3), dtype=torch.float32)
         dw = weight_gradient(x_NCHW, dy_NCHW, layer) if ctx.needs_input_grad[1] else None

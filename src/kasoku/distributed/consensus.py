@@ -103,10 +103,7 @@ def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, object]) -> None:
         also = f" (also another {', '.join(rest)})" if rest else ""
         line = f"another {first}: {_first_place(facts.get(first), wanted.get(first))}{also}"
     lines = comm.gather_objects(line)
-    ranks: dict[str, list[int]] = {}
-    for rank, line in enumerate(lines):
-        if line:
-            ranks.setdefault(line, []).append(rank)
+    ranks = {line: [r for r, other in enumerate(lines) if other == line] for line in dict.fromkeys(lines) if line}
     parts = [f"{name_ranks(same)} {'has' if len(same) == 1 else 'have'} {line}" for line, same in ranks.items()]
     more = f"; and {len(parts) - _NAMED} other differences" if len(parts) > _NAMED else ""
     kind = SharedInputError if comm.rank == 0 else ReportedElsewhereError

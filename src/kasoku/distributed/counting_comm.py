@@ -272,8 +272,7 @@ def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> s
         counts = {rank: reports[rank]["counts"].get(channel, _ABSENT) for rank in at_work if not ranks or rank in ranks}
         low = min(count["started"] for count in counts.values())
         late = [rank for rank, count in counts.items() if count["started"] == low]
-        ahead = [rank for rank, count in counts.items() if count["started"] > low]
-        if ahead:
+        if ahead := [rank for rank, count in counts.items() if count["started"] > low]:
             labels = [counts[rank]["labels"].get(str(low + 1)) for rank in ahead]
             label = next((label for label in labels if label), f"collective #{low + 1}")
             waiting = [rank for rank in ahead if counts[rank]["waits"] == label]

@@ -16,7 +16,6 @@ folder but by a write that was under way; when it comes back it is not in the li
 Note: requests go over sockets, a line of JSON each way, so a rank needs no process group for them.
 """
 
-import ipaddress
 import json
 import socket
 import time
@@ -25,20 +24,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from kasoku.core import Comm, InputError, say, summary
-from kasoku.core.files import is_locked, write_text
-from kasoku.distributed.liveness import daemon
+from kasoku.core.files import is_locked, read_json, write_text
+from kasoku.distributed.liveness import daemon, open_store
 
 MEMBERS = "members.json"  # in the run folder: the addresses of the ranks that train there
 ANSWER_S, GRACE_S = 12.0, 4.0  # after a verdict; ranks hear of a death within two heartbeats of each other
 PATIENT_S = 600.0  # ranks that meet without a fault wait for each other: an evaluation may be under way
-THERE = timedelta(seconds=30)  # to reach the store of a new group
 _FOUND_S = 15.0  # how long a rank that starts waits for a new rank 0 to take over the run folder
 _TRIES = 20  # of a newcomer, a second apart
 _REFUSED = {"reason": "the other ranks go on without it"}
@@ -109,11 +105,6 @@ def answers(address: Address) -> bool | None:
     return True
 
 
-def is_loopback(address: Address) -> bool:
-    """Whether only processes of the same host reach it."""
-    return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
-
-
 @dataclass(frozen=True)
 class NewGroup:
     """The ranks that go on: this one's number, the addresses of all, that of their store, and the group's number."""
@@ -144,9 +135,9 @@ class Election:
         self.token, self.first, self.rank = comm.broadcast_object(uuid.uuid4().hex), comm.size, comm.rank
         own = listen(store, self._answer)
         self.addresses = comm.gather_objects(own)
-        outer = [address for address in self.addresses if not is_loopback(address)]
+        outer = [(host, port) for host, port in self.addresses if not ip_address(host.partition("%")[0]).is_loopback]
         if 0 < len(outer) < comm.size:  # on its own host the name of rank 0's may be a loopback address
-            self.addresses = comm.gather_objects(listen(outer[0], self._answer) if is_loopback(own) else own)
+            self.addresses = comm.gather_objects(own if own in outer else listen(outer[0], self._answer))
 
     def find(self, folder: Path | None) -> bool:
         """Whether ranks train in the run folder. Not collective.
@@ -321,9 +312,8 @@ def lost_ranks(folder: Path) -> bool:
 
 def _read(folder: Path) -> dict[str, Any]:
     """What the run folder says of its ranks; empty where it says nothing."""
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / MEMBERS).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+    with suppress(InputError):
+        return read_json(folder / MEMBERS)
     return {}
 
 
@@ -339,9 +329,3 @@ def is_gone(address: Address, waited_s: float) -> bool:
     """Whether a rank that others have waited for so long is dead, or its host does not answer. False before GRACE_S."""
     there = answers(address) if waited_s > GRACE_S else True
     return there is False or (there is None and waited_s > ANSWER_S)
-
-
-def open_store(address: Address, *, is_master: bool = False) -> Any:
-    """The store of a new group, or a connection to it."""
-    client: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return client(*address, is_master=is_master, wait_for_workers=False, timeout=THERE)

@@ -61,6 +61,12 @@ def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading
     return thread
 
 
+def open_store(address: tuple[str, int], *, is_master: bool = False) -> Any:
+    """A store on this rank for all of them, or a connection to it."""
+    client: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return client(*address, is_master=is_master, wait_for_workers=False, timeout=_CONNECT)
+
+
 class Detector:
     """Judges from heartbeats which ranks are dead. It has no thread, clock or connection.
 
@@ -133,9 +139,8 @@ class Watchdog:
         activity.heartbeat = None
         if comm.size > 1:
             host, port = store
-            client = dist.TCPStore  # type: ignore[attr-defined]
             try:
-                connected = client(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+                connected = open_store(store)
             except RuntimeError as error:
                 advice = "give host and port of rank 0's TCPStore (MASTER_ADDR, MASTER_PORT)"
                 line = f"the store at {host}:{port} does not answer ({summary(error)}): {advice}"
@@ -219,8 +224,7 @@ class StoreHeartbeat:
         keys = [self.keys[rank] for rank in self.detector.ranks]
         *heartbeats, verdict = self.store.multi_get([*keys, self.verdict])
         self.answers += 1
-        fault = self.judge(heartbeats) if verdict == _NO_VERDICT else None
-        if fault:  # the first verdict counts
+        if verdict == _NO_VERDICT and (fault := self.judge(heartbeats)):  # the first verdict counts
             verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), json.dumps(fault))
         if verdict != _NO_VERDICT:
             line, lost = json.loads(verdict)

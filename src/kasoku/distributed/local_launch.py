@@ -6,8 +6,6 @@ The code is that of the rank that crashed. Ranks that can go on without it (Memb
 then theirs, and a rank that a signal ended is started again, to join them in their run folder.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -31,6 +29,7 @@ _GRACE_S = {75: 60.0}  # by exit code, else 20 s: the other ranks name the dead 
 _POLL_S = 0.02
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _RESTARTS = 20  # of a rank
+Process = subprocess.Popen[bytes]
 
 
 def on_ranks(
@@ -77,8 +76,7 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
     was started (time.perf_counter).
     """
     if not port:
-        with socket.socket() as s:
-            s.bind(("", 0))
+        with socket.create_server(("", 0)) as s:
             port = s.getsockname()[1]
     common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "kasoku", *arguments]
@@ -87,16 +85,18 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
 
 def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> int:
     """Runs a command once with each of these sets of variables, and forwards signals; the exit code as of `spawn`."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Process] = []
     arrived: list[int] = []
     armed: list[int] = []
 
-    def start(i: int, *more: str) -> subprocess.Popen[bytes]:
+    def start(i: int, *more: str) -> Process:
         # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
         return subprocess.Popen([*command, *more], env={**os.environ, **variables[i]}, process_group=0)
 
-    def start_again(i: int) -> subprocess.Popen[bytes] | None:
-        more = _continued(command)
+    def start_again(i: int) -> Process | None:
+        """With the options by which it finds the others; None if the command has no run folder."""
+        given = {word.partition("=")[0] for word in command}
+        more = ["--continue"] if "--out" in given else [] if "--resume" in given else None
         return None if arrived or more is None else start(i, *more)
 
     def forward(number: int, frame: object) -> None:
@@ -117,12 +117,6 @@ def run_processes(command: Sequence[str], variables: Sequence[Mapping[str, str]]
                 process.kill()
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def _continued(command: Sequence[str]) -> list[str] | None:
-    """The options with which a rank that is started again finds the others; None if the command has no run folder."""
-    given = {word.partition("=")[0] for word in command}
-    return ["--continue"] if "--out" in given else [] if "--resume" in given else None
 
 
 def train_arguments(
@@ -152,11 +146,7 @@ def end_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, number)
 
 
-def _wait(
-    processes: list[subprocess.Popen[bytes]],
-    armed: Sequence[int],
-    start_again: Callable[[int], subprocess.Popen[bytes] | None],
-) -> int:
+def _wait(processes: list[Process], armed: Sequence[int], start_again: Callable[[int], Process | None]) -> int:
     """Waits for all; the exit code of the first that failed by itself, or 128 + n if signal n ended it.
 
     `armed`: gets an element whenever a rank that trains says that ranks may be lost. Those that a signal ended are then

@@ -30,9 +30,9 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from kasoku.core import Comm, InputError, Solo, say, summary
 from kasoku.distributed.consensus import SHARED_ERRORS, ReportedElsewhereError
 from kasoku.distributed.counting_comm import Activity, CountingComm
-from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Address, Election, NewGroup, is_gone, open_store
+from kasoku.distributed.election import ANSWER_S, GRACE_S, PATIENT_S, Address, Election, NewGroup, is_gone
 from kasoku.distributed.environment import Place
-from kasoku.distributed.liveness import LostRankError, Watchdog, end_process, is_lost_rank
+from kasoku.distributed.liveness import LostRankError, Watchdog, end_process, is_lost_rank, open_store
 from kasoku.distributed.startup import Start
 from kasoku.distributed.torch_comm import TorchComm, abort, destroy
 
@@ -202,9 +202,7 @@ def _wait_for_all(store: Any, group: NewGroup) -> None:
 
 
 @contextmanager
-def process_group(
-    here: Place, start: Start, packages: Callable[[], object], folder: Path | None = None
-) -> Iterator[Comm]:
+def process_group(here: Place, start: Start, packages: Callable[[], object], folder: Path | None) -> Iterator[Comm]:
     """The comm of all ranks, watched over by a Watchdog; collective. The process group is destroyed at the end.
 
     A training that can go on without ranks that are lost changes the comm in place (Membership).
@@ -225,8 +223,7 @@ def process_group(
         advice = "set them to rank 0's host and a free port there, or start with kasoku launch, which does"
         raise InputError(f"{here.size} ranks without MASTER_ADDR and MASTER_PORT: {advice}")
     _was_rank.append(here)
-    cuda = torch.cuda.is_available()
-    if cuda:  # NCCL takes the current device
+    if torch.cuda.is_available():  # NCCL takes the current device
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         # otherwise (torch's default is 3) NCCL ends this process before the Watchdog names the lost rank
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

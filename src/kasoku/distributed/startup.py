@@ -11,7 +11,7 @@ meet those of the other ranks. After `wait`, the first error is raised in the or
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, TypeVar, cast
@@ -85,8 +85,7 @@ class Start:
         """Waits for all tasks; returns a function that returns their results, or raises the first task's error."""
         futures = dict(self._futures)
         self._here += futures
-        for future in futures.values():
-            future.exception()
+        wait(futures.values())
         return lambda: {name: future.result() for name, future in futures.items()}
 
     @property

@@ -6,6 +6,7 @@ waits for the rest, but at most 1 % of its own time or 15 seconds, whichever is 
 the run is ended without the calls that still wait, so that it does not stay open at the tracker.
 """
 
+import math
 import os
 import queue
 import socket
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -83,7 +85,7 @@ class Tracker:
         self._ended = False
         self._reason = ""  # why the first one failed
         self._thread: threading.Thread | None = None
-        self._end: Callable[[Any], object] | None = None
+        self._outcome = ""
 
     def open(self, folder: Path, settings: Mapping[str, object]) -> None:
         """Begins a run named after the run folder; `settings`: the recipe, flat."""
@@ -93,6 +95,7 @@ class Tracker:
             connect = partial(_BACKENDS[self.track.to], self.track, folder.name, plain)
             self._thread = threading.Thread(target=self._work, args=(connect,), name="kasoku-track", daemon=True)
             self._made = 1  # the thread connects
+            self._until_s = math.inf  # calls that wait for longer are left out
             self._thread.start()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -105,37 +108,21 @@ class Tracker:
         Waits for at most `wait_s`, then as long again for the end of the run, without the calls that still wait.
         `page`: writes report.html; it is called in the thread. `outcome`: finished, stopped or failed.
         """
-        thread, until_s = self._thread, time.monotonic() + wait_s
-        if thread is None:
+        if (thread := self._thread) is None:
             return
-
-        def end(run: Any) -> None:
-            files = [file for name in _FILES if (file := self._folder / name).is_file()]
-            if files and files[0].suffix == ".toml" and without_password(text := files[0].read_text()) != text:
-                del files[0]
-            run.end(files, outcome)
-            self._ended = True
-
+        self._outcome, self._until_s = outcome, time.monotonic() + wait_s
         if page:
             self._call(lambda run: page(), wait_s)
-        self._end, self._thread = end, None
-        self._made += 1
-        if thread.is_alive():
-            with suppress(queue.Full):
-                self._calls.put(None, timeout=max(0.0, until_s - time.monotonic()))
-        thread.join(max(0.0, until_s - time.monotonic()))
-        if thread.is_alive():
-            with suppress(queue.Empty):
-                while True:
-                    self._calls.get_nowait()
-            self._calls.put(None)
-            thread.join(wait_s)
+        self._call(None, max(0.0, self._until_s - time.monotonic()))
+        self._thread = None
+        thread.join(max(0.0, self._until_s + wait_s - time.monotonic()))
         if lost := self._made - self._done:
             reason = self._reason or "it did not answer in time"
             still = "" if self._ended else "; its run was not ended and may be shown as running"
             say(f"Track: {self.track.to} lost {lost} of {self._made} calls: {reason}{still}")
 
-    def _call(self, call: Callable[[Any], object], wait_s: float = 0.0) -> None:
+    def _call(self, call: Callable[[Any], object] | None, wait_s: float = 0.0) -> None:
+        """Has the thread make a call, the last one if it is None; it is lost if the queue stays full for so long."""
         if self._thread:
             self._made += 1
             if self._thread.is_alive():
@@ -149,14 +136,20 @@ class Tracker:
             self._reason = summary(error)
             return
         self._done = 1
-        while call := self._calls.get() or self._end:  # None: the last one is made
+        in_time = takewhile(lambda call: time.monotonic() < self._until_s, iter(self._calls.get, None))
+        for call in chain(in_time, [self._end]):
             try:
                 call(run)
                 self._done += 1
             except Exception as error:
                 self._reason = self._reason or summary(error)
-            if call is self._end:
-                return
+
+    def _end(self, run: Any) -> None:
+        files = [file for name in _FILES if (file := self._folder / name).is_file()]
+        if files and files[0].suffix == ".toml" and without_password(text := files[0].read_text()) != text:
+            del files[0]
+        run.end(files, self._outcome)
+        self._ended = True
 
 
 class _Wandb:

@@ -119,14 +119,13 @@ class AsyncSource:
         except InputError as error:
             self._failure, self._request = error, Request(failed=True)
             if not self._synchronous:
-                exchange.deal(self._first, self._end())
-                exchange.share_of_data(last=True)
+                exchange.share_of_data(self._first, self._end(), last=True)
         finally:
             barrier.close()
 
     def _next_share(self) -> int | None:
-        self._exchange.deal(self._first, self._end())  # not earlier: a growing batch grows with the first one
-        return self._exchange.share_of_data(any(self._update_request()))
+        # the end is not known earlier: a growing batch grows with the first share
+        return self._exchange.share_of_data(self._first, self._end(), stop=any(self._update_request()))
 
     def images(self, y_N: Tensor) -> int:
         """0: images are counted at the sync points."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, copy_buffers, means_over
+from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, average_buffers
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import CODECS, WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
@@ -66,12 +66,11 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
             0: those that share a host.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory on each rank, 20 bytes a parameter (16 without prediction, which is on the model's
-        device). An owner also keeps its shard of the weights, two buffers as large as its
-        largest piece for each other rank, and with bf16 or int8 a copy of its shard for each rank. The
-        prediction takes two passes over the parameters a step. About two threads for each other rank. Updates are
-        stale, and no two runs are alike; a resumed run has rank 0's optimizer state on all ranks, so it is only
-        statistically the same.
+    Costs: memory on each rank, 12 bytes a parameter (8 without prediction, which is on the model's device), with bf16 6
+        and with int8 5 more. An owner also keeps its shard of the weights, two buffers as large as its largest piece
+        for each other rank, and with bf16 or int8 a copy of its shard for each rank. The prediction takes two passes
+        over the parameters a step. About two threads for each other rank. Updates are stale, and no two runs are alike;
+        a resumed run has rank 0's optimizer state on all ranks, so it is only statistically the same.
     Maths: W += u / workers for each worker's update u, computed on a W that lacks the other workers' latest updates.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017 (the [001] team: predict).
     """
@@ -141,9 +140,15 @@ class Exchange:
         for name, p in units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
-        in_turn = not self.comm.thread_safe  # ranks in one process
-        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm)
-        self.weights = self._divide(leaders, units)
+        groups = [[units.named[i][1] for i in group] for group in settings.buckets.plan(units.tensors).buckets]
+        workers, codec, ahead = sorted({*leaders}), CODECS[settings.wire], settings.ahead
+        blocking = not settings.hidden and not ahead
+        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
+        size = getattr(job.plain_loader, "size", self.comm.size)  # ranks may be fewer or more than shares
+        shares = len(workers) if size == self.comm.size else size // self.node.size
+        self.weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness, shares)
+        in_turn, server = not self.comm.thread_safe, self.weights.server  # in turn: ranks in one process
+        self.transport = InProcess(self.comm, server) if in_turn else NetworkTransport(self.comm, server)
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self.staleness: Counter[int] = Counter()  # all ranks' updates by staleness, up to the last sync point
         self.batches_dealt = 0  # before it
@@ -156,20 +161,6 @@ class Exchange:
         model = job.model  # deep copies keep the hook, which must act on the original alone
         hook = model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None)
         job.on_close(hook.remove)
-
-    def _divide(self, leaders: Sequence[int], units: LayerIndex) -> SharedWeights:
-        """Divides the weights, equal on all ranks, among the workers. `leaders`: the worker of each rank."""
-        settings = self.settings
-        groups = [[units.named[i][1] for i in group] for group in settings.buckets.plan(units.tensors).buckets]
-        codec, ahead = CODECS[settings.wire], settings.ahead
-        blocking = not settings.hidden and not ahead
-        workers = sorted({*leaders})
-        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead) for params in groups]
-        size = getattr(self.job.plain_loader, "size", self.comm.size)  # ranks may be fewer or more than shares
-        shares = len(workers) if size == self.comm.size else size // self.node.size
-        weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness, shares)
-        self.transport.set_server(weights.server)
-        return weights
 
     # ---- a step
 
@@ -199,15 +190,13 @@ class Exchange:
         self.transport.start()
         self._started = True
 
-    def deal(self, first: int, end: int) -> None:
-        """Starts to deal these batches until the next sync point, unless it has begun; all ranks call it."""
-        self.weights.server.deal(first, end)
-
-    def share_of_data(self, stop: bool = False, *, last: bool = False) -> int | None:
+    def share_of_data(self, first: int, end: int, *, stop: bool = False, last: bool = False) -> int | None:
         """The number of this rank's next share, as a loader's `deal_from` counts; None: the sync point is reached.
 
-        `stop` requests a sync point as soon as a whole batch is dealt; so does `last`, from a rank that takes no more.
+        `first`, `end`: the batches until then; those of the first call count. `stop` requests a sync point as soon as a
+        whole batch is dealt; so does `last`, from a rank that takes no more. All ranks call it.
         """
+        self.weights.server.deal(first, end)
         self._start()
         share = self._ask_first_owner(SHARE, int(stop or last), -1 if last else self._shares)
         self._shares += 1
@@ -221,8 +210,7 @@ class Exchange:
 
     def _ask_first_owner(self, *head: int) -> int:
         """The reply of the owner that deals the data and keeps the clocks."""
-        none = torch.zeros(0)
-        return int(self.transport.ask(self.weights.workers[0], head, none, none).result()[0])
+        return int(self.transport.ask(self.weights.workers[0], head, torch.zeros(0)).result()[0])
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -242,40 +230,32 @@ class Exchange:
             weights.receive(groups[g], self.job.trace)
             groups[g].version_used.update(groups[g].version_read)
         for group in groups:
-            group.prediction.add()
+            group.prediction.move(ahead=True)
 
     # ---- sync points and checkpoints
 
     @torch.no_grad()
     def drain(self) -> None:
         """A sync point: finishes all exchanges, gives all ranks equal weights and ends all threads."""
-        model, weights = self.job.model, self.weights
-        if self.sync_phases.active:
-            copy_buffers(model, means_over(model.buffers(), self.comm))
-            weights.begin()
-            self.step = 0
-            return
-        self._start()
-        weights.remove_predictions()
-        for g, group in enumerate(weights.groups):
-            weights.receive(group, self.job.trace)
-            if self.step > group.sent_at:
-                weights.send(g, self.step, self.transport)
+        weights, steps = self.weights, 0.0
+        if not self.sync_phases.active:
+            self._start()
+            weights.remove_predictions()
+            for g, group in enumerate(weights.groups):
                 weights.receive(group, self.job.trace)
-        self._send_clock(RESTS)
-        self.transport.finish_requests()
-        result = weights.sums(self.comm, model, self.step)
-        self.staleness += result.staleness  # keeps those above 0
-        self.batches_dealt = result.batches_dealt
-        for group in weights.groups:
-            group.current.store()
-        copy_buffers(model, result.means)
-        self.transport.stop()
+                if self.step > group.sent_at:
+                    weights.send(g, self.step, self.transport)
+                    weights.receive(group, self.job.trace)
+            self._send_clock(RESTS)
+            self.transport.stop()
+            staleness, self.batches_dealt, steps = weights.gather(self.comm, self.step)
+            self.staleness += staleness  # keeps those above 0
+            self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
+        average_buffers(self.job.model, self.comm)
         weights.begin()
         self.step = 0
-        self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
-        if result.steps:
-            self.job.run_hooks("at_sync_point", result.steps)
+        if steps:
+            self.job.run_hooks("at_sync_point", steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}
@@ -328,16 +308,13 @@ class SyncPhases:
         job.run_hooks("after_regrouping")
         if not (self.active and job.steps):
             return
-        tensors = [
-            (i, name, x)
-            for i, p in enumerate(p for group in job.optimizer.param_groups for p in group["params"])
-            for name, x in sorted(job.state_of(p).items())
-            if isinstance(x, Tensor) and x.is_floating_point()
-        ]
-        names = job.comm.gather_objects([(i, name, tuple(x.shape)) for i, name, x in tensors])
-        if any(other != names[0] for other in names):  # averages of different states have no meaning
+        params = enumerate(p for group in job.optimizer.param_groups for p in group["params"])
+        states = ((i, name, x) for i, p in params for name, x in sorted(job.state_of(p).items()))
+        tensors = {(i, name, x.shape): x for i, name, x in states if isinstance(x, Tensor) and x.is_floating_point()}
+        keys = job.comm.gather_objects([*tensors])
+        if any(other != keys[0] for other in keys):  # averages of different states have no meaning
             job.optimizer.state.clear()
             return
         with torch.no_grad():
-            for _, _, x in tensors:
+            for x in tensors.values():
                 job.comm.all_reduce(x, op="mean").wait()

@@ -7,15 +7,14 @@ updates by other workers that were added to the same shard since. The worker's o
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm, Trace
-from kasoku.distributed.async_sgd.worker import Codec, Reply, WorkerGroup
+from kasoku.distributed.async_sgd.worker import Codec, WorkerGroup, answered
 
 Head = Sequence[int]  # of a request or a reply: a request's kind, and up to three more numbers
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of requests
@@ -37,19 +36,15 @@ class ParameterShard:
         """Starts from weights that all workers have."""
         with self._lock:
             self.weights.copy_(weights)
-            self.staleness, self._updates = (
-                Counter[int](),
-                Counter[int](),
-            )  # updates from now on
+            self.staleness, self._updates = Counter[int](), Counter[int]()  # updates from now on
             self._copies = {rank: weights.clone() for rank in self._workers} if not self.codec.exact else {}
 
-    def take(self, rank: int, update: Tensor, version: int, out: Tensor) -> int:
-        """Adds a worker's update, writes the reply into `out` and returns the version of the weights in it.
+    def take(self, rank: int, update: Tensor, version: int) -> int:
+        """Adds a worker's update, writes the reply in its place and returns the version of the weights in it.
 
         The reply is the weights in fp32; with other codecs it is their difference from the worker's copy. A version is
         the number of updates by other workers in the weights; `version`: of those that the update was computed on. The
-        share of an fp32 update is taken here; other updates were scaled before rounding. The update's memory is
-        overwritten; `out` may share it.
+        share of an fp32 update is taken here; other updates were scaled before rounding.
         """
         with self._lock:
             new_version = self._updates.total() - self._updates[rank]
@@ -57,14 +52,13 @@ class ParameterShard:
             worker_copy = self._copies.get(rank)
             self._updates[rank] += 1
             if worker_copy is None:  # each stretch is read again while it is in the cache
-                parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
-                for weights, part, reply in zip(*parts, strict=True):
-                    reply.copy_(weights.add_(part.mul_(self._share)))
+                for weights, part in zip(*(torch.split(x, _STRETCH) for x in (self.weights, update)), strict=True):
+                    part.copy_(weights.add_(part.mul_(self._share)))
                 return new_version
             self.codec.unpack(update, self._decoded)
             self.weights.add_(self._decoded)
-            self.codec.pack(torch.sub(self.weights, worker_copy.add_(self._decoded), out=self._decoded), out)
-            self.codec.unpack(out, self._decoded)
+            self.codec.pack(torch.sub(self.weights, worker_copy.add_(self._decoded), out=self._decoded), update)
+            self.codec.unpack(update, self._decoded)
             worker_copy.add_(self._decoded)  # the rounding error goes out with the next reply
             return new_version
 
@@ -108,11 +102,10 @@ class ParameterServer:
         self.clocks[rank] = max(self.clocks[rank], head[1])
         return head[1] <= min(self.clocks.values()) + self._ahead or head[1] == RESTS
 
-    def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        """The reply's header; reads `body` and fills `out`, which may share memory with `body`."""
-        shard = self.shards[head[1]] if head[0] == UPDATE else None
-        if shard:
-            return (shard.take(rank, body, head[2], out),)
+    def answer(self, rank: int, head: Head, body: Tensor) -> Head:
+        """The reply's header; the reply takes the place of the request in `body`."""
+        if head[0] == UPDATE and (shard := self.shards[head[1]]):
+            return (shard.take(rank, body, head[2]),)
         if head[0] == CLOCK:  # `ready` has noted it
             return (0,)
         with self._lock:  # a share, or -1 at the sync point
@@ -124,15 +117,6 @@ class ParameterServer:
                 share = min(end, share + 1)
             self.dealt = (min(end, share), end)
             return (shares[head[2]] if head[2] >= 0 else -1,)
-
-
-class SyncResult(NamedTuple):
-    """The result of a sync point. `steps`: of a worker, since the last one; `means`: of the model's buffers."""
-
-    staleness: Counter[int]
-    batches_dealt: int
-    steps: float
-    means: list[Tensor]
 
 
 @dataclass(eq=False)
@@ -171,7 +155,7 @@ class SharedWeights:
     def remove_predictions(self) -> None:
         """Leaves the weights alone in the parameters of all groups."""
         for group in self.groups:
-            group.prediction.remove()
+            group.prediction.move(ahead=False)
 
     @property
     def unchanged(self) -> bool:
@@ -190,40 +174,36 @@ class SharedWeights:
         group.sent_at = step
         group.write_request(self._share)
         for owner, slot in group.slots.items():
-            reply: Reply = Future()
-            if self.rank in self.workers:
-                head = (UPDATE, g, group.version_used[owner])
-                reply = transport.ask(owner, head, group.request[slot], group.reply[slot])
-            group.pending[owner] = reply
+            head, asks = (UPDATE, g, group.version_used[owner]), self.rank in self.workers
+            group.pending[owner] = transport.ask(owner, head, group.message[slot]) if asks else answered([0])
         group.version_used.update(group.version_read)
 
     def receive(self, group: WorkerGroup, trace: Trace) -> None:
         """Reads the pending replies of a group into the parameters."""
         if not group.pending:
             return
-        replies = group.pending.values() if self.rank in self.workers else ()
-        with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
-            read = [int(reply.result()[0]) for reply in replies]
-            versions = _copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
-            _copy_from_first(self.node, group.reply)
+        with trace.span("wait", "fresh weights", bytes=group.message.nbytes):
+            read = [int(reply.result()[0]) for reply in group.pending.values()]
+            versions = _copy_from_first(self.node, torch.tensor(read))
+            _copy_from_first(self.node, group.message)
         group.version_read.update(zip(group.pending, versions.tolist(), strict=True))
         group.pending.clear()
         group.read_reply()
 
-    def sums(self, comm: Comm, model: nn.Module, step: int) -> SyncResult:
-        """Sums the parts of all ranks of the comm; collective. `step`: this rank's steps since the last sync point."""
-        works, server = self.rank in self.workers, self.server
+    def gather(self, comm: Comm, step: int) -> tuple[Counter[int], int, float]:
+        """Gives all ranks of the comm the whole weights; collective. `step`: this rank's steps since the last time.
+
+        Returns the numbers of updates by staleness, of batches dealt, and of a worker's steps, all since then.
+        """
+        server = self.server
         for group, shard in zip(self.groups, server.shards, strict=True):
             comm.all_reduce(group.contribution(self.rank, shard.weights if shard else None)).wait()
-        staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] // self.shares if server.dealt and self.rank == self.workers[0] else 0
-        largest = torch.tensor([max(staleness, default=0), dealt])
-        comm.all_reduce(largest, op="max").wait()
-        counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
-        comm.all_reduce(counts).wait()
-        steps, *updates = counts.tolist()
-        staleness = Counter(dict(enumerate(updates)))
-        return SyncResult(staleness, int(largest[1]), steps / len(self.workers), means_over(model.buffers(), comm))
+            group.current.store()
+        own = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
+        dealt = server.dealt[0] // self.shares if server.dealt else 0  # on the first owner, which deals
+        updates, dealt_by, steps = zip(*comm.gather_objects((own, dealt, step)), strict=True)
+        first, mean_steps = self.workers[0], sum(steps[worker] for worker in self.workers) / len(self.workers)
+        return sum(updates, Counter[int]()), dealt_by[first], mean_steps
 
 
 def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = ()) -> list[Tensor]:
@@ -241,10 +221,10 @@ def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = (
     return means
 
 
-def copy_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
-    """Gives the model's buffers these values."""
-    for x, value in zip(model.buffers(), values, strict=True):
-        x.copy_(value)
+def average_buffers(model: nn.Module, comm: Comm) -> None:
+    """Gives the model's buffers their `means_over` all ranks. Collective."""
+    for x, mean in zip(model.buffers(), means_over(model.buffers(), comm), strict=True):
+        x.copy_(mean)
 
 
 def _copy_from_first(node: Comm, x: Tensor) -> Tensor:

@@ -19,6 +19,13 @@ _STRETCH = 256  # blocks: 256 KiB of fp32
 _DIGITS = 6  # the largest element of a block becomes a level of 64 to 127
 
 
+def answered(result: Any) -> Reply:
+    """A reply that is there already."""
+    reply: Reply = Future()
+    reply.set_result(result)
+    return reply
+
+
 @dataclass(frozen=True)
 class FloatCodec:
     """Casts to a floating-point type, rounding to the nearest."""
@@ -142,14 +149,10 @@ class Prediction(FlatViews):
         while new > max(1.0, 2 * usual):
             new, self._factor = new / 2, self._factor / 2
 
-    def add(self) -> None:
-        self._apply(self._factor)
-
-    def remove(self) -> None:
-        self._apply(0.0)
-
     @torch.no_grad()
-    def _apply(self, times: float) -> None:
+    def move(self, *, ahead: bool) -> None:
+        """Moves the parameters ahead, or back to the weights alone; where they are already, they stay."""
+        times = self._factor if ahead else 0.0
         if times != self._applied:
             for p, movement in zip(self.params, self.views, strict=True):
                 p.add_(movement.to(p.device), alpha=times - self._applied)
@@ -179,16 +182,13 @@ class WorkerGroup:
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         pieces = zip(owners, cuts, cuts[1:], strict=False)
         self.pieces = {owner: slice(start, stop) for owner, start, stop in pieces if start < stop}
-        # buffers of messages, and for each owner the slice of its piece in them
-        if codec.exact:
-            self._request, self._reply = (FlatViews(params) for _ in range(2))
-            self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
-        else:
-            self.slots, end = {}, 0
-            for owner, piece in self.pieces.items():
-                start, end = end, end + codec.elements(piece.stop - piece.start)
-                self.slots[owner] = slice(start, end)
-            self.request, self.reply = (torch.zeros(end, dtype=codec.dtype) for _ in range(2))
+        self.slots: dict[int, slice] = {}  # of each owner's piece in the message
+        end = 0
+        for owner, piece in self.pieces.items():
+            start, end = end, end + codec.elements(piece.stop - piece.start)
+            self.slots[owner] = slice(start, end)
+        # the update, until the replies have taken its place
+        self.message = self.current.flat if codec.exact else torch.zeros(end, dtype=codec.dtype)
         self.pending: dict[int, Reply] = {}
 
     def begin(self) -> None:
@@ -214,13 +214,12 @@ class WorkerGroup:
         return whole
 
     def write_request(self, share: float) -> None:
-        """Writes this worker's update into `request`, and adds `share` of it to `base`.
+        """Writes this worker's update into `message`, and adds `share` of it to `base`.
 
         Inexact codecs send that share.
         """
         exact = self.codec.exact
-        views = self._request.views if exact else self.current.views
-        for p, base, update in zip(self.params, self.base.views, views, strict=True):
+        for p, base, update in zip(self.params, self.base.views, self.current.views, strict=True):
             torch.sub(p.to(base.device), base, out=update)
             if exact and not self._blocking:  # else the reply replaces the weights
                 p.copy_(base.add_(update, alpha=share))
@@ -229,8 +228,8 @@ class WorkerGroup:
         update = self.current.flat.mul_(share)
         self.residual.copy_(update.add_(self.residual))
         for owner, piece in self.pieces.items():
-            self.codec.pack(update[piece], self.request[self.slots[owner]])
-            self.codec.unpack(self.request[self.slots[owner]], update[piece])
+            self.codec.pack(update[piece], self.message[self.slots[owner]])
+            self.codec.unpack(self.message[self.slots[owner]], update[piece])
         self.residual.sub_(update)
         self.base.flat.add_(update)
         if not self._blocking:
@@ -242,13 +241,12 @@ class WorkerGroup:
         Replies are weights; those of inexact codecs are differences.
         """
         self.prediction.set_factor(sum(self.version_read.values()))
-        weights = self._reply if self.codec.exact else self.current
         if not self.codec.exact:
             for owner, piece in self.pieces.items():
-                self.codec.unpack(self.reply[self.slots[owner]], weights.flat[piece])
-            weights.flat.add_(self.base.flat)
+                self.codec.unpack(self.message[self.slots[owner]], self.current.flat[piece])
+            self.current.flat.add_(self.base.flat)
         movements: Sequence[Tensor | None] = self.prediction.views or [None] * len(self.params)
-        for p, base, new, movement in zip(self.params, self.base.views, weights.views, movements, strict=True):
+        for p, base, new, movement in zip(self.params, self.base.views, self.current.views, movements, strict=True):
             old_p, new_p = base.to(p.device), new.to(p.device)  # themselves on a CPU
             if movement is not None:
                 torch.sub(new_p, old_p, out=movement)

@@ -7,7 +7,6 @@ segment itself, keeps its own `forward` in place and obeys `steer`.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -32,8 +31,8 @@ class Steer:
     images: int  # that share statistics; 0: all of one forward; if more than those, a group spans several ranks
     comm: Comm
     take: Take  # called with a group's statistics, in float32 or the buffers' type, and this rank's values a channel
+    trace: Trace  # records the time spent waiting for other ranks
     alone: bool = False  # groups stay within one forward of one rank, and may be smaller
-    trace: Trace | None = None  # records the time spent waiting for other ranks
 
     def install(self, patch: Callable[[nn.Module, str, object], object]) -> None:
         """Steers the module, by a function that sets an attribute."""
@@ -116,7 +115,7 @@ class Steer:
         comm, ranks = self.comm, self._ranks(images)
         every = x.new_empty((comm.size, *x.shape))
         work = comm.all_gather(every, x.contiguous())
-        with self.trace.span("wait", "BatchNorm", bytes=every.nbytes) if self.trace else nullcontext():
+        with self.trace.span("wait", "BatchNorm", bytes=every.nbytes):
             work.wait()
         first = comm.rank // ranks * ranks
         return every[first : first + ranks]

@@ -73,7 +73,7 @@ def _measured_statistics(job: Job, images: int) -> Iterator[None]:
         patched.callback(model.eval)
         for norm, norm_3C in zip(live, torch.split(own_3C, sizes, dim=1), strict=True):
             in_group = vars(norm)["steer"].images if "steer" in vars(norm) else 0
-            Steer(norm, in_group, comm, partial(_add_group, norm_3C), alone=True).install(patched.set)
+            Steer(norm, in_group, comm, partial(_add_group, norm_3C), job.trace, alone=True).install(patched.set)
             norm.train()
         for x_NCHW, _ in _batches(job, images):
             if len(x_NCHW):  # a rank may have no part of the last few images

@@ -55,7 +55,7 @@ class VirtualRanks(Technique, stage=Stage.COMM, refuses=_REFUSED, groups_span_ra
             return
         running = _RunningStatistics(job, self.average, self.norm_batch)
         for i, norm in enumerate(running.norms):
-            Steer(norm, self.norm_batch, job.step_comm, partial(running.take, i), trace=job.trace).install(job.patch)
+            Steer(norm, self.norm_batch, job.step_comm, partial(running.take, i), job.trace).install(job.patch)
         job.on_close(job.model.register_forward_hook(lambda *_: running.add()).remove)
         job.before_step(running.move)  # before other techniques average the model and its statistics
 

@@ -21,24 +21,21 @@ class LayerIndex:
         if not self.named:
             raise InputError(f"{type(model).__name__} has no parameter that requires a gradient: unfreeze some")
         self._blocks = [block for _, block in blocks(model)]  # a layer is a block or lies within one
-        layers = list(_layers("", model, set(), whole=whole))
-        self.modules = [(name, module) for name, module, _ in layers]  # the model: parameters outside of any layer
+        names = {module: name for name, module in model.named_modules()}
+        layers = list(_layers(model, set(), whole=whole))
+        self.modules = [(names[module], module) for module, _ in layers]  # the model: parameters outside of any layer
         self.users: dict[Tensor, list[int]] = {p: [] for _, p in self.named}  # the layers that use it
-        for i, (_, _, params) in enumerate(layers):
-            for p in params:
-                if p in self.users:
-                    self.users[p].append(i)
+        for i, (_, params) in enumerate(layers):
+            for p in self.users.keys() & params:
+                self.users[p].append(i)
         self.order: Sequence[int] = range(len(layers))  # of their forwards, as far as it is known
 
     @property
     def tensors(self) -> list[Sized]:
         """The same parameters for the planner: `unit` is the place of the first user in `order`."""
         place = {layer: i for i, layer in enumerate(self.order)}
-        first = [min(place[user] for user in self.users[p]) for _, p in self.named]
-        return [
-            Sized(unit, p.numel(), p.numel() * p.element_size(), f"{p.dtype} {p.device}", name)
-            for unit, (name, p) in zip(first, self.named, strict=True)
-        ]
+        first = {p: min(place[user] for user in users) for p, users in self.users.items()}
+        return [Sized(first[p], p.numel(), p.nbytes, f"{p.dtype} {p.device}", name) for name, p in self.named]
 
     def before(self, job: Job, f: Callable[[int], None]) -> None:
         """Calls f(layer) before the forward of each layer, until the job is closed.
@@ -65,8 +62,7 @@ class LayerIndex:
 
         places = {module: i for i, (_, module) in enumerate(self.modules)}
         for block in self._blocks:
-            inside = [places[m] for m in block.modules() if m is not block and m in places]
-            if inside:
+            if inside := [places[m] for m in block.modules() if m is not block and m in places]:
                 before = ignores_values(lambda *_, layers=inside: enter_block(layers))
                 after = ignores_values(lambda m, *_, layers=inside: leave_block(m, layers))
                 job.on_close(block.register_forward_pre_hook(before).remove)
@@ -75,18 +71,14 @@ class LayerIndex:
             job.on_close(module.register_forward_pre_hook(ignores_values(lambda *_, layer=i: enter(layer))).remove)
 
 
-def _layers(
-    name: str, module: nn.Module, seen: set[nn.Module], *, whole: bool = False
-) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+def _layers(module: nn.Module, seen: set[nn.Module], *, whole: bool) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """The layers, each with the parameters that its own forward uses."""
     if module in seen:
         return
     seen.add(module)
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     whole |= compiled or getattr(module, "_compiled_call_impl", None) is not None
-    own = list(module.parameters(recurse=whole))
-    if own:
-        yield name, module, own
-    if not whole:
-        for child_name, child in module.named_children():
-            yield from _layers(f"{name}.{child_name}".lstrip("."), child, seen)
+    if own := list(module.parameters(recurse=whole)):
+        yield module, own
+    for child in module.children() if not whole else ():
+        yield from _layers(child, seen, whole=False)
