@@ -17,8 +17,6 @@ Mean.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict
@@ -49,14 +47,14 @@ class AlgorithmCost:
     starts: int = 1
     trees: int = 0  # of the starts
 
-    def __add__(self, other: AlgorithmCost) -> AlgorithmCost:
+    def __add__(self, other: "AlgorithmCost") -> "AlgorithmCost":
         return AlgorithmCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def twice(self) -> AlgorithmCost:
+    def twice(self) -> "AlgorithmCost":
         """The algorithm forth and back, started once."""
         return replace(self + self, starts=self.starts, trees=self.trees)
 
-    def of(self, share: float) -> AlgorithmCost:
+    def of(self, share: float) -> "AlgorithmCost":
         """The same pattern if only a share of each byte is sent."""
         return replace(self, byte_s=share * self.byte_s)
 

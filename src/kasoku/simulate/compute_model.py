@@ -6,8 +6,6 @@ memory bandwidth. A third of it is forward. The total is measured; only the divi
 of a network that no GPU was measured with takes at least the time in which its weights pass through memory.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence
@@ -75,7 +73,7 @@ class ModelCosts:
         flops, bytes_ = 1e12 * gpu.tflops, 1e9 * gpu.memory_gb_s
         return [max(2 * layer.products / flops, _TOUCHED * 2 * layer.outputs / bytes_) for layer in self.layers]
 
-    def with_gradients(self, width: int) -> ModelCosts:
+    def with_gradients(self, width: int) -> "ModelCosts":
         """The network whose gradients take `width` bytes an element."""
         tensors, defined = ([replace(t, size=width * t.elements) for t in own] for own in (self.tensors, self.defined))
         return replace(self, tensors=tuple(tensors), defined=tuple(defined))
