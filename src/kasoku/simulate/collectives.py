@@ -163,14 +163,12 @@ def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
     Rows of whole nodes use a ring for each NIC.
     """
     width, each = width or gpus, cluster.node.gpus
-    nodes = max(1, width // each)  # of a row
-    channels = cluster.node.nics if width % each == 0 and nodes > 1 else 1
+    nodes = width // each if width % each == 0 else 1  # whole ones of a row
+    channels, part = cluster.node.nics if nodes > 1 else 1, width // nodes
     flows: list[Flow] = []
     for first, channel in itertools.product(range(0, gpus, width), range(channels)):
-        ranks = [*range(first, first + width)]
-        if channels > 1:
-            last = channel * each // channels  # the GPU nearest to the NIC sends it out
-            ranks = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
+        last = channel * each // channels  # the GPU nearest to the NIC sends it out
+        ranks = [first + node * part + (last + 1 + i) % part for node in range(nodes) for i in range(part)]
         flows += _circle(ranks, 1 / (width * channels))
     rounds, between = width - 1, -(-width // each) - 1
     return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, flows))
