@@ -13,12 +13,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import torch
 
 from kasoku.config.recipe import Tune
-from kasoku.core import Comm, InputError, Job
+from kasoku.core import Comm, Job, Range, checked
 from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError, SharedInputError
 from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Measurement, SizeSearch, interval, out_of_memory
@@ -31,17 +31,19 @@ _BACKWARD = 2 / 3  # of computing: the part that can hide communication
 _EXCHANGES, _CHUNK_BYTES = 3, 25 * 2**20  # timed exchanges, of a chunk of the gradients
 _COMPILED_FORMS = 10_000  # of a block, one for each shape, during the search
 _DEFAULT = TimeToTarget()
+_Images = Annotated[int, Range("images, or 0 to choose by the job", at_least=0)]
 T = TypeVar("T")
 
 
+@checked
 def tune_batch_size(
     job: Job,
     strategy: Strategy = _DEFAULT,
     *,
-    budget_s: float = Tune.budget,
-    least: int = 0,
-    most: int = 0,
-    multiple: int = 0,
+    budget_s: Annotated[float, Range("seconds", above=0)] = Tune.budget,
+    least: _Images = 0,
+    most: _Images = 0,
+    multiple: _Images = 0,
 ) -> BatchSizeResult:
     """Finds the best batch (images of a step, over all ranks and parts) for this job. Collective; drains the job.
 
@@ -70,10 +72,6 @@ def tune_batch_size(
 
     Costs: a second model and optimizer in memory during the search; with branches a third.
     """
-    if not budget_s > 0:
-        raise InputError(f"budget_s={budget_s:g}: seconds above 0")
-    if least < 0 or most < 0 or multiple < 0:
-        raise InputError(f"least={least}, most={most}, multiple={multiple}: images, or 0 to choose by the job")
     job.drain()
     with undisturbed():
         result = _search(job, strategy, budget_s, (least, most, multiple))
