@@ -157,12 +157,8 @@ class _Measurer:
         if before and self.trial.needs.brief:
             ran = replace(ran, steps_s=before.steps_s + ran.steps_s, waits_s=before.waits_s + ran.waits_s)
         self.timed[batch] = ran
-        return self._sample(batch, ran)
-
-    def _sample(self, batch: int, ran: StepTimes) -> Measurement:
-        """The measurement of all ranks together: the time of the slowest, the mean of the rest."""
         times = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
-        step_s, low_s, high_s, input_s, fewest = self.reduce(times)
+        step_s, low_s, high_s, input_s, fewest = self.reduce(times)  # of the slowest rank
         (usage,) = self.reduce([ran.utilisation], op="mean")
         hidden_s = _BACKWARD * max(0.0, step_s - input_s) if self.overlaps else 0.0
         add_s = max(0.0, self.exchange_s - hidden_s)
