@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,9 @@ class Profiler:
         Calls event("", what) after each input and backward and after the update; `inside`: also as `block_hooks`.
         """
         job = self.job
-        handles = block_hooks(self.blocks, event) if inside else []
-        try:
+        with ExitStack() as hooks:
+            for handle in block_hooks(self.blocks, event) if inside else ():
+                hooks.enter_context(handle)
             for _ in range(job.accumulate):
                 x_NCHW, y_N = next(self.batches)
                 event("", "input over")
@@ -150,9 +151,6 @@ class Profiler:
             job.optimizer.zero_grad()
             self.watch.synchronize()
             event("", "updated")
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _events(self, read: Callable[[], Any], *, inside: bool = True) -> list[tuple[str, str, Any]]:
         """Runs one step; returns (block, what, read()) of its begin and of each of its events."""

@@ -9,6 +9,7 @@ of a network that no GPU was measured with takes at least the time in which its 
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -106,13 +107,10 @@ def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts
         products, earlier = work.get(i, (0.0, 0.0))
         work[i] = products + outputs * row, earlier + outputs
 
-    hooks = [module.register_forward_hook(count) for module in places]
-    try:
-        with torch.no_grad():
-            model.eval()(torch.empty(1, *shape, device="meta"))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in places:
+            hooks.enter_context(module.register_forward_hook(count))
+        model.eval()(torch.empty(1, *shape, device="meta"))
     order = [*work, *(i for i in range(len(units.modules)) if i not in work)]
     defined = tuple(units.tensors)
     units.order = order
