@@ -184,32 +184,28 @@ class _Iteration:
         moving: deque[Moving] = deque()
         failure: InputError | None = None  # of the batch after those that are moving
         request_s = time.perf_counter()
-        try:
-            while True:
-                while len(waiting) <= _AHEAD and (index_N := next(indices, None)) is not None:
-                    waiting.append(self._submit(index_N))
-                if not (waiting or moving or failure):
-                    return
-                waited_s = self._wait(() if moving or failure else waiting)
-                if not moving:
-                    if failure:
-                        raise failure
+        while True:
+            while len(waiting) <= _AHEAD and (index_N := next(indices, None)) is not None:
+                waiting.append(self._submit(index_N))
+            if not (waiting or moving or failure):
+                return
+            waited_s = self._wait(() if moving or failure else waiting)
+            if not moving:
+                if failure:
+                    raise failure
+                moving.append(self._send(waiting.popleft()))
+            if self.copies_ahead and not failure and waiting and waiting[0].ready:
+                try:
                     moving.append(self._send(waiting.popleft()))
-                if self.copies_ahead and not failure and waiting and waiting[0].ready:
-                    try:
-                        moving.append(self._send(waiting.popleft()))
-                    except InputError as error:
-                        failure = error
-                if self.pipeline.size > 1:
-                    good = () if failure else takewhile(lambda batch: batch.good, waiting)
-                    self.executor.safe_batches = len(moving) - 1 + sum(1 for _ in good)
-                yield self._arrive(moving.popleft())
-                now_s = time.perf_counter()
-                self.executor.tune(self.pool, now_s - request_s, waited_s)
-                request_s = now_s
-        finally:
-            for chunk in (chunk for batch in waiting for chunk in batch.chunks):
-                chunk.cancel()
+                except InputError as error:
+                    failure = error
+            if self.pipeline.size > 1:
+                good = () if failure else takewhile(lambda batch: batch.good, waiting)
+                self.executor.safe_batches = len(moving) - 1 + sum(1 for _ in good)
+            yield self._arrive(moving.popleft())
+            now_s = time.perf_counter()
+            self.executor.tune(self.pool, now_s - request_s, waited_s)
+            request_s = now_s
 
     def _submit(self, index_N: torch.Tensor) -> "PendingBatch":
         pin = self.device.type == "cuda"
