@@ -16,8 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from kasoku.core import Comm, InputError
-from kasoku.core.errors import summary
+from kasoku.core import Comm, InputError, summary
 from kasoku.data.datasets.base import Dataset, Files, held_out
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
@@ -86,7 +85,7 @@ def folder(  # noqa: PLR0913
     store = Store(top or ".", cache=cache, cache_bytes=cache_bytes)
     top = store.shown
     parts, states = once(root, lambda: (read_list(store, table) if table else arranged(store.look, top), store.states))
-    store.learn(states)
+    store.states |= states  # of rank 0, which saves requests
     if store.local and not table:
         _check_here(top, parts)
     (home, first), *others = parts.items()

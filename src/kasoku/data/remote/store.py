@@ -192,10 +192,6 @@ class Store:
             self.states[path] = _state(self._far.info(path))
         return self.states[path]
 
-    def learn(self, states: dict[str, Any]) -> None:
-        """Adds the `states` of another process's store of the same root, which saves requests."""
-        self.states |= {path: (int(size), str(version)) for path, (size, version) in states.items()}
-
     def close(self) -> None:
         """Closes local files that stayed open, as soon as no thread reads them."""
         self._opened.cache_clear()
