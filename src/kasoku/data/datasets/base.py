@@ -2,8 +2,9 @@
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,6 +69,9 @@ class Files:
     def name(self, index: int) -> str:
         """Class and file name, since the folder may have another path on another host."""
         return "/".join(self.paths[index].rsplit(os.sep, 2)[-2:])
+
+    def take(self, rows_N: np.ndarray) -> "Files":
+        return replace(self, paths=tuple(self.paths[row] for row in rows_N.tolist()), labels_N=self.labels_N[rows_N])
 
 
 class Items:
@@ -240,20 +244,18 @@ def find_files(
     raise InputError(f"{name}: no data in {', '.join(map(str, folders))}; {advice}")
 
 
-def held_out(
-    names: Sequence[str], labels_N: torch.Tensor, classes: Sequence[str], share: float, seed: int
-) -> np.ndarray:
+def held_out(keys: Sequence[str], labels: Sequence[int], share: float, seed: int) -> np.ndarray:
     """Which images are held out for the test: of each class a share, at least one image if one is left for training.
 
-    They are chosen by the names of the class and of the image alone.
+    They are chosen by their keys alone.
     """
-    rows_K: list[list[int]] = [[] for _ in classes]
-    for row, label in enumerate(labels_N.tolist()):
-        rows_K[label].append(row)
-    held_N = np.zeros(len(names), np.bool_)
-    for kind, rows in zip(classes, rows_K, strict=True):
-        keys = (f"{seed}/{kind}/{names[row]}".encode("utf-8", "surrogateescape") for row in rows)
-        shuffled = sorted(zip((hashlib.blake2b(key, digest_size=8).digest() for key in keys), rows, strict=True))
+    rows_of = defaultdict[int, list[int]](list)
+    for row, label in enumerate(labels):
+        rows_of[label].append(row)
+    held_N = np.zeros(len(labels), np.bool_)
+    for rows in rows_of.values():
+        texts = (f"{seed}/{keys[row]}".encode("utf-8", "surrogateescape") for row in rows)
+        shuffled = sorted(zip((hashlib.blake2b(text, digest_size=8).digest() for text in texts), rows, strict=True))
         count = min(max(1, round(len(rows) * share)), len(rows) - 1)
         held_N[[row for _, row in shuffled[:count]]] = True
     return held_N
