@@ -40,11 +40,9 @@ class Encoded(Protocol):
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The bytes of an image file, or pixels_HWC (uint8, RGB). Raises InputError with its name if it cannot."""
-        ...
 
     def name(self, index: int) -> str:
         """The name of an image in messages: class and file name."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
