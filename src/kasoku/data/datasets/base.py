@@ -18,15 +18,21 @@ from kasoku.data.loading.shuffle import order
 from kasoku.data.remote.store import HERE, Store
 
 
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """One split held in memory: images_NHWC uint8, contiguous; labels_N int64."""
+class Labelled:
+    """A split: it has as many images as labels (int64)."""
 
-    images_NHWC: torch.Tensor  # noqa: N815
     labels_N: torch.Tensor  # noqa: N815
 
     def __len__(self) -> int:
         return len(self.labels_N)
+
+
+@dataclass(frozen=True, eq=False)
+class Memory(Labelled):
+    """One split held in memory: images_NHWC uint8, contiguous; labels_N int64."""
+
+    images_NHWC: torch.Tensor  # noqa: N815
+    labels_N: torch.Tensor  # noqa: N815
 
 
 class Encoded(Protocol):
@@ -46,7 +52,7 @@ class Encoded(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Files:
+class Files(Labelled):
     """One split as image files, decoded when needed: paths below a store's root, or of this machine; labels_N int64."""
 
     paths: tuple[str, ...]
@@ -56,9 +62,6 @@ class Files:
     def __post_init__(self) -> None:
         if self.store is HERE:  # relative paths are of the folder that is current now
             object.__setattr__(self, "paths", tuple(p if p[:1] == os.sep else f"{os.getcwd()}/{p}" for p in self.paths))
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def read(self, index: int) -> bytes:
         """The bytes of a file. Raises InputError if it cannot be read, GoneError if its disk or server is at fault."""
@@ -72,7 +75,7 @@ class Files:
         return replace(self, paths=tuple(self.paths[row] for row in rows_N.tolist()), labels_N=self.labels_N[rows_N])
 
 
-class Items:
+class Items(Labelled):
     """A split from your own data set, in which `dataset[i]` is an image and its label.
 
     An image is the bytes or the path of a file, pixels (uint8, HWC or HW), a uint8 tensor (CHW), or a Pillow image.
@@ -91,9 +94,6 @@ class Items:
         if self.labels_N.shape != (len(dataset),):
             raise InputError(f"labels of shape {tuple(self.labels_N.shape)} for {len(dataset)} items: one for each")
         self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.labels_N)
 
     def name(self, index: int) -> str:
         return f"item {index}"
