@@ -8,6 +8,7 @@ measured once, separately, and added. So a rank that runs out of memory delays n
 
 import gc
 import math
+import random
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, TypeVar
 
+import numpy as np
 import torch
 
 from kasoku.config.recipe import Tune
@@ -23,7 +25,7 @@ from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError, SharedInputError
 from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Measurement, SizeSearch, interval, out_of_memory
 from kasoku.tune.strategies import Strategy, TimeToTarget
-from kasoku.tune.trial import StepTimes, Trial, undisturbed
+from kasoku.tune.trial import StepTimes, Trial
 
 _MIN_IMAGES, _MAX_IMAGES = 8, 8192  # of a rank, by default
 _TIME_SHARE = 3  # a size may take a third of the remaining time
@@ -73,7 +75,12 @@ def tune_batch_size(
     Costs: a second model and optimizer in memory during the search; with branches a third.
     """
     job.drain()
-    with undisturbed():
+    with ExitStack() as random_states:  # restored at its end
+        if torch.backends.mps.is_available():
+            random_states.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        random_states.callback(np.random.set_state, np.random.get_state())
+        random_states.callback(random.setstate, random.getstate())
+        random_states.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
         result = _search(job, strategy, budget_s, (least, most, multiple))
     free_memory()  # of the copies
     return replace(result, strategy=type(strategy).__name__, budget_s=budget_s)

@@ -9,14 +9,12 @@ weights and frozen parameters are the model's. The copy has no other ranks, so a
 import copy
 import itertools
 import math
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -68,7 +66,7 @@ def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> 
 
 
 class Sandbox:
-    """Copies of a job's model, optimizer and loader, for any batch size. Use it within `undisturbed`.
+    """Copies of a job's model, optimizer and loader, for any batch size. Random states move with its steps.
 
     Raises InputError for a loader that is not one of kasoku.data, whose batch cannot change.
     """
@@ -131,18 +129,6 @@ class Sandbox:
         except BaseException:  # such as out of memory: remove its hooks before a smaller size is tried
             own.close()
             raise
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Restores random states after the body."""
-    with ExitStack() as stack:
-        if torch.backends.mps.is_available():
-            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(random.setstate, random.getstate())
-        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
-        yield
 
 
 @dataclass(frozen=True)
