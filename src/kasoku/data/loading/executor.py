@@ -168,10 +168,7 @@ class _Iteration:
         self.varied_s: deque[float] = deque()  # seconds of threads, not yet in the trace
         make: Any = torch.cuda.Stream  # copies have a stream of their own, so that computing goes on meanwhile
         self.stream = make(self.device) if self.device.type == "cuda" else None
-
-    @property
-    def copies_ahead(self) -> bool:
-        return self.stream is not None
+        self.copies_ahead = self.stream is not None
 
     def batches(self, indices: Iterator[torch.Tensor]) -> RawBatches:
         """The batches of these indices. Nothing but `moving` refers to a batch that was sent to the device, so its
