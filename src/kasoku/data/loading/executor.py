@@ -103,7 +103,12 @@ class FileExecutor:
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         """Gives the batch of each part; takes a part's number when it begins to make it."""
         nvjpeg.check(pipeline.decoder, pipeline.device)
-        with closing(self._pool(pipeline)) as pool:
+        if pipeline.threads:
+            self._autotuner = None
+        elif self._autotuner is None:
+            own = max(1, cores() // pipeline.cores_shared_by)
+            self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
+        with closing(ThreadPool(self._autotuner.size if self._autotuner else pipeline.threads)) as pool:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))
 
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
@@ -143,15 +148,6 @@ class FileExecutor:
         """After a batch: has another number of threads tried now and then, unless the number is set."""
         if self._autotuner:
             pool.resize(self._autotuner.batch(batch_s, waited_s))
-
-    def _pool(self, pipeline: Pipeline) -> ThreadPool:
-        if pipeline.threads:
-            self._autotuner = None
-            return ThreadPool(pipeline.threads)
-        if self._autotuner is None:
-            own = max(1, cores() // pipeline.cores_shared_by)
-            self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
-        return ThreadPool(self._autotuner.size)
 
 
 class _Iteration:
