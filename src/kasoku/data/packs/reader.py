@@ -277,10 +277,10 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
 
 def _indexed(store: Store, file: str, cache: str) -> Index:
     """The index of one shard, from the cache or from its headers; a damaged index is built anew."""
-    version = store.version(file)
+    size, version = store.state(file)
     if not version:  # a new file of the same size would not be noticed
         return walk(store, file)
-    known = f"{store.shown}\n{file}\n{store.size(file)}\n{version}"
+    known = f"{store.shown}\n{file}\n{size}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
     kept = cache_folder(cache) / "shards" / f"{key}.npz"
     try:
