@@ -184,7 +184,7 @@ class Store:
             except OSError as error:
                 _refuse(error)
             return state.st_size, str(state.st_mtime_ns)
-        if path not in self.states:
+        if path not in self.states:  # a remote source is asked once
             self.states[path] = _state(self._far.info(path))
         return self.states[path]
 
