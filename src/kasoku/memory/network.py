@@ -201,9 +201,7 @@ def _units_and_choices(
             memory_of(x) == memory_of(images),
         )
         graphs = [LayerGraph(()).then([call.node for call in unit]) for unit in chain]
-        offset = len(units)
-        for choice in segment_choices(graphs, setting):
-            choices.append(replace(choice, first=choice.first + offset, last=choice.last + offset))
+        choices += segment_choices(graphs, setting, len(units))
         own = setting
         for unit, graph in zip(chain, graphs, strict=True):
             full = next(segment_choices([graph], own))
