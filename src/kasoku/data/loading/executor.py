@@ -98,17 +98,17 @@ class FileExecutor:
         self.safe_batches = 0  # on several ranks, how many of the next batches cannot fail any more
         self.side = side  # the shorter one of the decoded images that are kept
         self.cache: dict[int, np.ndarray] = {}  # decoded images; the same for all forks
-        self._autotuner: Autotuner | None = None
+        self.autotuner: Autotuner | None = None  # of the number of threads, unless that is set
 
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         """Gives the batch of each part; takes a part's number when it begins to make it."""
         nvjpeg.check(pipeline.decoder, pipeline.device)
         if pipeline.threads:
-            self._autotuner = None
-        elif self._autotuner is None:
+            self.autotuner = None
+        elif self.autotuner is None:
             own = max(1, cores() // pipeline.cores_shared_by)
-            self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
-        with closing(ThreadPool(self._autotuner.size if self._autotuner else pipeline.threads)) as pool:
+            self.autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
+        with closing(ThreadPool(self.autotuner.size if self.autotuner else pipeline.threads)) as pool:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))
 
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
@@ -143,11 +143,6 @@ class FileExecutor:
         if isinstance(source, bytes):
             source = self.cache[index] = decode(source, self.side, name=self.split.name(index))
         return source
-
-    def tune(self, pool: ThreadPool, batch_s: float, waited_s: float) -> None:
-        """After a batch: has another number of threads tried now and then, unless the number is set."""
-        if self._autotuner:
-            pool.resize(self._autotuner.batch(batch_s, waited_s))
 
 
 class _Iteration:
@@ -197,7 +192,8 @@ class _Iteration:
                 self.executor.safe_batches = len(moving) - 1 + sum(1 for _ in good)
             yield self._arrive(moving.popleft())
             now_s = time.perf_counter()
-            self.executor.tune(self.pool, now_s - request_s, waited_s)
+            if autotuner := self.executor.autotuner:
+                self.pool.resize(autotuner.batch(now_s - request_s, waited_s))
             request_s = now_s
 
     def _submit(self, index_N: torch.Tensor) -> "PendingBatch":
