@@ -21,11 +21,10 @@ def environment() -> dict[str, Any]:
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         cpu = platform.processor() or platform.machine()
-    packages = ("kasoku", "torch", "numpy", "pillow", "safetensors")
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in ("kasoku", "torch", "numpy", "pillow", "safetensors")},
         "commit": _commit(Path.cwd()),
         "kasoku_commit": _commit(Path(__file__).parent),
         "jpeg_decoder": decoder(),
