@@ -118,9 +118,7 @@ class Pipeline(Checked):
 
     @property
     def first_part(self) -> int:
-        """The number of this rank's first part among the parts that all ranks take of a batch."""
-        if not self.at_once:
-            return self.rank * self.parts
+        """The number of this rank's first part among the parts that all ranks take of a batch; only with `at_once`."""
         return self.batch * sum(self.shares[: self.rank]) // (sum(self.shares) * self.at_once)
 
     def __len__(self) -> int:
