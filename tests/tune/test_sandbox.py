@@ -132,7 +132,7 @@ def test_a_loader_of_files_keeps_no_trace_and_its_threads_end(photos: Dataset):
     job, before = photo_job(photos), len(decoders())
     plain = job.plain_loader
     assert tuned(job).batch <= 32
-    assert (plain.skipped.reasons, plain.skipped.met, plain.executor._autotuner) == ({}, set(), None)
+    assert (plain.skipped.reasons, plain.skipped.met, plain.executor.autotuner) == ({}, set(), None)
     assert len(decoders()) == before
     assert len(list(job.loader)) == 3
     assert len(plain.skipped.reasons) == 1, "it is met again when the job meets it"

@@ -252,8 +252,10 @@ class _Iteration:
             with self._span("copy", bytes=host[0].nbytes):
                 pinned = [t if t.is_pinned() else t.pin_memory() for t in host] if aside else host
                 images_NHWC, y_N, index_N = (t.to(self.device, non_blocking=aside) for t in pinned)
-                if len(self.pipeline.dataset.mean) == 1:
-                    images_NHWC = _grey(images_NHWC)
+                if len(self.pipeline.dataset.mean) == 1:  # luma (ITU-R 601-2), rounded as Pillow rounds it
+                    red_NHW, green_NHW, blue_NHW = images_NHWC.int().unbind(3)
+                    luma_NHW = (19595 * red_NHW + 38470 * green_NHW + 7471 * blue_NHW + 2**15) >> 16
+                    images_NHWC = luma_NHW.to(torch.uint8)[..., None]
                 return (images_NHWC, y_N, index_N), self.stream and self.stream.record_event()
 
     def _arrive(self, moving: Moving) -> RawBatch:
@@ -299,12 +301,6 @@ class _Iteration:
                 return other
             self.skipped.add(other, bad[0])
         raise InputError(f"{self.pipeline.dataset.name}: no image can be decoded: {self.skipped.summary()}")
-
-
-def _grey(images_NHWC: torch.Tensor) -> torch.Tensor:
-    """Luma (ITU-R 601-2) of RGB values, rounded as Pillow rounds it: (N, H, W, 1), uint8."""
-    red_NHW, green_NHW, blue_NHW = images_NHWC.int().unbind(3)
-    return ((19595 * red_NHW + 38470 * green_NHW + 7471 * blue_NHW + 2**15) >> 16).to(torch.uint8)[..., None]
 
 
 @dataclass(eq=False)
