@@ -136,9 +136,8 @@ class FileExecutor:
 
     def cached(self, index: int) -> np.ndarray:
         """One decoded image, kept; what was pixels already is not kept a second time."""
-        image = self.cache.get(index)
-        if image is not None:
-            return image
+        if index in self.cache:
+            return self.cache[index]
         source = self.split.read(index)
         if isinstance(source, bytes):
             source = self.cache[index] = decode(source, self.side, name=self.split.name(index))
