@@ -237,8 +237,7 @@ def block_hooks(named_blocks: Iterable[tuple[str, nn.Module]], event: BlockEvent
         def after(module: nn.Module, _: object, output: object) -> None:
             event(name, "ended")
             if isinstance(output, Tensor) and output.requires_grad:
-                register: Any = output.register_hook
-                register(lambda _: event(name, "backward"))
+                output.register_hook(lambda _: event(name, "backward"))  # type: ignore[no-untyped-call]
 
         pre = ignores_values(lambda module, _: event(name, "forward"))
         return block.register_forward_pre_hook(pre), block.register_forward_hook(ignores_values(after))
