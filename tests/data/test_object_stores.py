@@ -65,9 +65,9 @@ def test_no_more_is_sent_than_was_asked_for(site):
 
 
 def test_a_changed_file_has_another_version(site):
-    before = Store(site.root).version("a.tar")
+    before = Store(site.root).state("a.tar")[1]
     site.files["a.tar"] = site.files["b/two words.tar"]
-    assert Store(site.root).version("a.tar") != before
+    assert Store(site.root).state("a.tar")[1] != before
 
 
 def test_what_is_not_there_and_what_is_refused_is_told_at_once(site):

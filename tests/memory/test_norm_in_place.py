@@ -140,10 +140,10 @@ def test_only_where_nobody_else_holds_the_input_and_nobody_reads_it_later():
 # ---- within networks
 
 
-def forced(units, setting, *, over=True):
+def forced(units, setting, number=0, *, over=True):
     """Of the ways to run a unit the last that has it (not `over`: the same without it); where none has it, the last."""
-    alone = [way for way in segment_choices(units, setting) if way.first == way.last and not way.chunk]
-    for first in range(len(units)):
+    alone = [way for way in segment_choices(units, setting, number) if way.first == way.last and not way.chunk]
+    for first in range(number, number + len(units)):
         mine = {way.remedy: way for way in alone if way.first == first}
         name = next((name for name in reversed(mine) if IN_PLACE in name), [*mine][-1])
         yield mine[name if over else name.replace(IN_PLACE, "")]

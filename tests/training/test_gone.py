@@ -264,7 +264,13 @@ def test_images_gone_while_statistics_are_measured_have_all_save(tmp_path: Path)
 def test_a_batch_that_fails_while_copied_ahead_is_told_in_its_turn(
     tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor._Iteration, "copies_ahead", True)  # as on a GPU
+    init = executor._Iteration.__init__
+
+    def as_on_a_gpu(iteration: executor._Iteration, *arguments: Any) -> None:
+        init(iteration, *arguments)
+        iteration.copies_ahead = True
+
+    monkeypatch.setattr(executor._Iteration, "__init__", as_on_a_gpu)
     monkeypatch.setattr(executor.PendingBatch, "ready", property(lambda batch: bool(wait(batch.chunks))))
     lost: list[Lost] = [{}, {"train": {shown(0, batch, 5): GoneError(LINE)}}]
     zero, one = Threads(2).run(lambda comm: trained(comm, tmp_path, lost=lost[comm.rank]))

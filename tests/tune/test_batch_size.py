@@ -305,9 +305,9 @@ def test_where_no_size_fits_it_is_said():
 
 
 def test_bad_settings_are_one_clear_line_each():
-    with pytest.raises(InputError, match="budget_s=0: seconds above 0"):
+    with pytest.raises(InputError, match="budget_s=0: above 0; seconds"):
         tuned(image_job(), budget_s=0)
-    with pytest.raises(InputError, match="least=-1"):
+    with pytest.raises(InputError, match="least=-1: at least 0; images, or 0 to choose by the job"):
         tuned(image_job(), least=-1)
     with pytest.raises(InputError, match="batches from 40 to 32: none of them can be tried"):
         tuned(image_job(), least=40)

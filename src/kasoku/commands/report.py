@@ -62,7 +62,7 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     lines = []
     for name, runs in groups[1:]:
         first_name, first = groups[0]
-        line = compare(first, runs, names=(first_name, name)).line
+        line = compare(first, runs, names=(first_name, name))
         machines = {json.dumps([run.machine.get(k) for k in ("cpu", "cores", "gpus")]) for run in (*first, *runs)}
         lines.append(line + ("; these runs were made on different machines" if len(machines) > 1 else ""))
     return lines

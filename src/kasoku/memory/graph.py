@@ -117,8 +117,3 @@ def op_of(layer: nn.Module) -> str:
         return "pool" if simple and rows * columns <= WINDOW_POSITIONS else ""
     names: dict[type, str] = {nn.BatchNorm2d: "norm", nn.ReLU: "relu"}
     return names.get(kind, "other" if kind in OTHER else "")
-
-
-def weights_of(nodes: Sequence[GraphNode]) -> list[Tensor]:
-    """The weights of nodes, each once."""
-    return list(dict.fromkeys(p for node in nodes for p in node.params))

@@ -13,7 +13,7 @@ from kasoku.core import InputError, Job
 from kasoku.core.backward_updates import LIMIT
 from kasoku.core.job_state import GradientExchange
 from kasoku.memory.graph import LayerGraph
-from kasoku.memory.inspection import Call, CallLog, RunningForward, chains_of, memory_of, record_forward
+from kasoku.memory.inspection import Call, RunningForward, chains_of, memory_of, record_forward
 from kasoku.memory.large_linear import LinearInBackward
 from kasoku.memory.memory_model import ChainSetting, work_of
 from kasoku.memory.ops import Numerics
@@ -62,8 +62,9 @@ class InspectedNetwork:
             linear.calls = 0
         images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
         log = record_forward(running, images)
-        try:  # the units of all chains, in order, and the programs to choose from for each run of up to four
-            self.units, self.choices = _units_and_choices(log, images, len(x), how)
+        self.units, self.choices = list[ChainUnit](), list[SegmentChoice]()
+        try:
+            self._divide(log.calls, images, how)
         finally:
             log.clear()
         if not self.units:
@@ -92,6 +93,36 @@ class InspectedNetwork:
             else:
                 outside.append(OutsideBytes(own, kept, sum(gradients), True, copies + sum(gradients)))
         self.outside, self.plain_outside = outside  # the latter: if gradients stay until the step
+
+    def _divide(self, calls: Sequence[Call], images: Tensor, how: Numerics) -> None:
+        """Divides a recorded forward into units; adds the programs to choose from for each run of up to four."""
+        scale = self.batch / len(images)
+        for chain in chains_of(calls):
+            first = chain[0][0]
+            x = first.inputs[0]
+            if x.ndim != 4 or len(x) != len(images):
+                continue
+            tensors = [x, *(call.node.layer.weight for unit in chain for call in unit if call.op == "conv")]
+            setting = ChainSetting(
+                torch.empty((self.batch, *x.shape[1:]), dtype=x.dtype, device="meta"),
+                x.requires_grad,
+                replace(how, half=first.half),
+                any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors),
+                x.device.type,
+                memory_of(x) == memory_of(images),
+            )
+            graphs = [LayerGraph(()).then([call.node for call in unit]) for unit in chain]
+            self.choices += segment_choices(graphs, setting, len(self.units))
+            own = setting
+            for unit, graph in zip(chain, graphs, strict=True):
+                full = next(segment_choices([graph], own))
+                shapes = full.program.graph.shapes(own.images, own.how.half)
+                work = work_of(full.program.graph, shapes, range(len(graph.nodes)))
+                plain = round(sum(call.kept for call in unit) * scale)
+                copies = sum(call.copies for call in unit)
+                moves = full.need.backward - full.need.kept - full.need.gradients
+                self.units.append(ChainUnit(unit, plain, copies, work, setting.how, full.need.gradients, moves))
+                own = replace(own, images=shapes[-1], image_gradient=True, reads_batch=False)
 
     def plain_bytes(self, batch: float) -> float:
         """The peak of plain PyTorch for another batch, in its backward."""
@@ -177,44 +208,6 @@ class InspectedNetwork:
             f"time +{100 * self.longer(plan):.1f} %"
         )
         return "\n".join([head, *lines])
-
-
-def _units_and_choices(
-    log: CallLog, images: Tensor, batch: int, how: Numerics
-) -> tuple[list[ChainUnit], list[SegmentChoice]]:
-    """Of all chains of layers of a recorded forward, for a batch of this size."""
-    units: list[ChainUnit] = []
-    choices: list[SegmentChoice] = []
-    scale = batch / len(images)
-    for chain in chains_of(log.calls):
-        first = chain[0][0]
-        x = first.inputs[0]
-        if x.ndim != 4 or len(x) != len(images):
-            continue
-        tensors = [x, *(call.node.layer.weight for unit in chain for call in unit if call.op == "conv")]
-        setting = ChainSetting(
-            torch.empty((batch, *x.shape[1:]), dtype=x.dtype, device="meta"),
-            x.requires_grad,
-            replace(how, half=first.half),
-            any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors),
-            x.device.type,
-            memory_of(x) == memory_of(images),
-        )
-        graphs = [LayerGraph(()).then([call.node for call in unit]) for unit in chain]
-        offset = len(units)
-        for choice in segment_choices(graphs, setting):
-            choices.append(replace(choice, first=choice.first + offset, last=choice.last + offset))
-        own = setting
-        for unit, graph in zip(chain, graphs, strict=True):
-            full = next(segment_choices([graph], own))
-            shapes = full.program.graph.shapes(own.images, own.how.half)
-            work = work_of(full.program.graph, shapes, range(len(graph.nodes)))
-            plain = round(sum(call.kept for call in unit) * scale)
-            copies = sum(call.copies for call in unit)
-            moves = full.need.backward - full.need.kept - full.need.gradients
-            units.append(ChainUnit(unit, plain, copies, work, setting.how, full.need.gradients, moves))
-            own = replace(own, images=shapes[-1], image_gradient=True, reads_batch=False)
-    return units, choices
 
 
 def _bytes_in_flight(job: Job, params: Sequence[Tensor], factors: Mapping[Tensor, int]) -> int:

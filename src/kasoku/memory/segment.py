@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from kasoku.core import InputError
 from kasoku.core.torch_internals import forward_pre_hooks, version
 from kasoku.memory import ops
-from kasoku.memory.graph import GraphNode, Instruction, LayerGraph, weights_of
+from kasoku.memory.graph import GraphNode, Instruction, LayerGraph
 
 _NEAR = 4  # gradient steps during which a recomputed cheap value is kept for its next use
 
@@ -141,7 +141,7 @@ class Segment:
         for layer in [node.layer for node in nodes if node.layer is not None and node.layer is not self.caller]:
             for hook in forward_pre_hooks(layer):  # Overlap may have to update a layer before its forward
                 hook(layer, (x,))
-        weights = weights_of(nodes)
+        weights = list(dict.fromkeys(p for node in nodes for p in node.params))  # each once
         learning = [p for p in weights if p.requires_grad]
         return cast(Tensor, _SegmentFunction.apply(self, x, weights, *learning))  # type: ignore[no-untyped-call]
 

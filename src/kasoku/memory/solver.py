@@ -51,8 +51,8 @@ class MemoryPlan(NamedTuple):
     work: float
 
 
-def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Iterator[SegmentChoice]:
-    """All considered programs for all runs of units."""
+def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting, number: int = 0) -> Iterator[SegmentChoice]:
+    """All considered programs for all runs of units, the first of which has this number."""
     shapes = [setting.images]
     for unit in units:
         shapes.append(unit.shapes(shapes[-1], setting.how.half)[-1])
@@ -68,7 +68,7 @@ def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Itera
                 reads_batch=setting.reads_batch and begins,
                 ends_chain=last == len(units) - 1,
             )
-            yield from _choices_for(graph.pooled_first(), own, (first, last))
+            yield from _choices_for(graph.pooled_first(), own, (number + first, number + last))
 
 
 def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int]) -> Iterator[SegmentChoice]:

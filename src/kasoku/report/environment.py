@@ -21,15 +21,10 @@ def environment() -> dict[str, Any]:
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         cpu = platform.processor() or platform.machine()
-    try:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        memory_bytes = None
-    packages = ("kasoku", "torch", "numpy", "pillow", "safetensors")
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in ("kasoku", "torch", "numpy", "pillow", "safetensors")},
         "commit": _commit(Path.cwd()),
         "kasoku_commit": _commit(Path(__file__).parent),
         "jpeg_decoder": decoder(),
@@ -37,7 +32,7 @@ def environment() -> dict[str, Any]:
             "system": platform.platform(),
             "cpu": cpu,
             "cores": cores(),
-            "memory_bytes": memory_bytes,
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "threads": torch.get_num_threads(),
         },

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,9 @@ class Profiler:
         Calls event("", what) after each input and backward and after the update; `inside`: also as `block_hooks`.
         """
         job = self.job
-        handles = block_hooks(self.blocks, event) if inside else []
-        try:
+        with ExitStack() as hooks:
+            for handle in block_hooks(self.blocks, event) if inside else ():
+                hooks.enter_context(handle)
             for _ in range(job.accumulate):
                 x_NCHW, y_N = next(self.batches)
                 event("", "input over")
@@ -150,9 +151,6 @@ class Profiler:
             job.optimizer.zero_grad()
             self.watch.synchronize()
             event("", "updated")
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _events(self, read: Callable[[], Any], *, inside: bool = True) -> list[tuple[str, str, Any]]:
         """Runs one step; returns (block, what, read()) of its begin and of each of its events."""
@@ -239,8 +237,7 @@ def block_hooks(named_blocks: Iterable[tuple[str, nn.Module]], event: BlockEvent
         def after(module: nn.Module, _: object, output: object) -> None:
             event(name, "ended")
             if isinstance(output, Tensor) and output.requires_grad:
-                register: Any = output.register_hook
-                register(lambda _: event(name, "backward"))
+                output.register_hook(lambda _: event(name, "backward"))  # type: ignore[no-untyped-call]
 
         pre = ignores_values(lambda module, _: event(name, "forward"))
         return block.register_forward_pre_hook(pre), block.register_forward_hook(ignores_values(after))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from kasoku.report.html import RunRecord
@@ -13,26 +12,8 @@ _MIN_EQUAL_PAIRS = 6  # from here on, equal signs alone decide: 2 / 2^6 < 0.05
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The second group of runs, compared with the first.
-
-    `estimate`, `low`, `high`: with their 95 % interval: the second's time over the first's, or the difference of
-        accuracies (second minus first); nan with too few pairs.
-    """
-
-    word: str  # "faster", "slower", "more accurate", "less accurate" or "undecided"
-    line: str  # a sentence with the figures
-    pairs: int  # seeds that both groups have
-    estimate: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-
-
-def compare(
-    first: Sequence[RunRecord], second: Sequence[RunRecord], *, names: tuple[str, str] = ("A", "B")
-) -> Comparison:
-    """Compares the second group with the first over the seeds that both have.
+def compare(first: Sequence[RunRecord], second: Sequence[RunRecord], *, names: tuple[str, str] = ("A", "B")) -> str:
+    """Compares the second group with the first over the seeds that both have; returns a sentence with the figures.
 
     Compares the times to the target if all of these runs reached the same target, else the accuracies at the end.
     Several runs of one seed in one group count as one, by their mean.
@@ -43,25 +24,26 @@ def compare(
     Ref: Student 1908; Fisher 1935 (the signs).
     """
     seeds = sorted({run.seed for run in first} & {run.seed for run in second})
-    undecided = f"{names[1]} against {names[0]}: undecided"
+    verdict = f"{names[1]} against {names[0]}: undecided"
     if len(seeds) < _MIN_PAIRS:
         figures = f"{len(seeds)} pair{'' if len(seeds) == 1 else 's'} of equal seeds; at least {_MIN_PAIRS} are wanted"
-        return Comparison("undecided", f"{undecided}: {figures}", len(seeds))
+        return f"{verdict}: {figures}"
     runs = [run for run in (*first, *second) if run.seed in seeds]
     in_time = runs[0].target > 0 and all(run.target == runs[0].target and run.time_to_target_s for run in runs)
     unfinished = sum(run.top1 is None for run in runs)
     if unfinished and not in_time:
         figures = f"{unfinished} of the {len(runs)} runs have no accuracy yet; let them end"
-        return Comparison("undecided", f"{undecided}: {figures}", len(seeds))
+        return f"{verdict}: {figures}"
 
     def mean_of(group: Sequence[RunRecord], seed: int) -> float:
         return fmean((run.time_to_target_s if in_time else run.top1) or 0.0 for run in group if run.seed == seed)
 
     pairs = [(mean_of(first, seed), mean_of(second, seed)) for seed in seeds]
     mean, low, high = interval([math.log(b / a) if in_time else b - a for a, b in pairs])
-    word, (below, above) = "undecided", ("faster", "slower") if in_time else ("less accurate", "more accurate")
-    if high - low > 1e-9 * abs(mean) or len(seeds) >= _MIN_EQUAL_PAIRS:
-        word = below if high < 0 else above if low > 0 else "undecided"
+    below, above = ("faster", "slower") if in_time else ("less accurate", "more accurate")
+    word = below if high < 0 else above if low > 0 else ""
+    if word and (high - low > 1e-9 * abs(mean) or len(seeds) >= _MIN_EQUAL_PAIRS):
+        verdict = f"{names[1]} is {word} than {names[0]}"
     if in_time:
         mean, low, high = math.exp(mean), math.exp(low), math.exp(high)
         times = f"{mean:.3g} of its time to {100 * runs[0].target:.4g} %"
@@ -70,8 +52,7 @@ def compare(
         points = f"{100 * mean:+.2f} points of accuracy at the end"
         figures = f"{points} (95 % interval {100 * low:+.2f} to {100 * high:+.2f}, {len(seeds)} seeds; "
         figures += "not all reached one target, so their times do not compare)"
-    line = f"{undecided if word == 'undecided' else f'{names[1]} is {word} than {names[0]}'}: {figures}"
-    return Comparison(word, line, len(seeds), mean, low, high)
+    return f"{verdict}: {figures}"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:

@@ -1,7 +1,5 @@
 """A cluster as a small TOML file: nodes, network, GPUs, and the costs of a run beside its steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -17,8 +17,6 @@ Mean.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict
@@ -49,14 +47,14 @@ class AlgorithmCost:
     starts: int = 1
     trees: int = 0  # of the starts
 
-    def __add__(self, other: AlgorithmCost) -> AlgorithmCost:
+    def __add__(self, other: "AlgorithmCost") -> "AlgorithmCost":
         return AlgorithmCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def twice(self) -> AlgorithmCost:
+    def twice(self) -> "AlgorithmCost":
         """The algorithm forth and back, started once."""
         return replace(self + self, starts=self.starts, trees=self.trees)
 
-    def of(self, share: float) -> AlgorithmCost:
+    def of(self, share: float) -> "AlgorithmCost":
         """The same pattern if only a share of each byte is sent."""
         return replace(self, byte_s=share * self.byte_s)
 
@@ -165,14 +163,12 @@ def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
     Rows of whole nodes use a ring for each NIC.
     """
     width, each = width or gpus, cluster.node.gpus
-    nodes = max(1, width // each)  # of a row
-    channels = cluster.node.nics if width % each == 0 and nodes > 1 else 1
+    nodes = width // each if width % each == 0 else 1  # whole ones of a row
+    channels, part = cluster.node.nics if nodes > 1 else 1, width // nodes
     flows: list[Flow] = []
     for first, channel in itertools.product(range(0, gpus, width), range(channels)):
-        ranks = [*range(first, first + width)]
-        if channels > 1:
-            last = channel * each // channels  # the GPU nearest to the NIC sends it out
-            ranks = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
+        last = channel * each // channels  # the GPU nearest to the NIC sends it out
+        ranks = [first + node * part + (last + 1 + i) % part for node in range(nodes) for i in range(part)]
         flows += _circle(ranks, 1 / (width * channels))
     rounds, between = width - 1, -(-width // each) - 1
     return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, flows))

@@ -6,11 +6,10 @@ memory bandwidth. A third of it is forward. The total is measured; only the divi
 of a network that no GPU was measured with takes at least the time in which its weights pass through memory.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -75,7 +74,7 @@ class ModelCosts:
         flops, bytes_ = 1e12 * gpu.tflops, 1e9 * gpu.memory_gb_s
         return [max(2 * layer.products / flops, _TOUCHED * 2 * layer.outputs / bytes_) for layer in self.layers]
 
-    def with_gradients(self, width: int) -> ModelCosts:
+    def with_gradients(self, width: int) -> "ModelCosts":
         """The network whose gradients take `width` bytes an element."""
         tensors, defined = ([replace(t, size=width * t.elements) for t in own] for own in (self.tensors, self.defined))
         return replace(self, tensors=tuple(tensors), defined=tuple(defined))
@@ -108,13 +107,10 @@ def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts
         products, earlier = work.get(i, (0.0, 0.0))
         work[i] = products + outputs * row, earlier + outputs
 
-    hooks = [module.register_forward_hook(count) for module in places]
-    try:
-        with torch.no_grad():
-            model.eval()(torch.empty(1, *shape, device="meta"))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in places:
+            hooks.enter_context(module.register_forward_hook(count))
+        model.eval()(torch.empty(1, *shape, device="meta"))
     order = [*work, *(i for i in range(len(units.modules)) if i not in work)]
     defined = tuple(units.tensors)
     units.order = order

@@ -1,7 +1,5 @@
 """Simulates a recipe on a cluster: how its ranks share gradients, its steps, its training, its scaling."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -54,10 +52,10 @@ class Scenario:
     simulator: Simulator
     notes: tuple[str, ...] = ()
 
-    def with_sharing(self, sharing: Sharing) -> Scenario:
+    def with_sharing(self, sharing: Sharing) -> "Scenario":
         return replace(self, simulator=replace(self.simulator, sharing=sharing))
 
-    def planned(self, step: SimulatedStep) -> Scenario:
+    def planned(self, step: SimulatedStep) -> "Scenario":
         """With the groups of a step, which are then not searched again."""
         shared = self.simulator.sharing
         own = replace(shared, policy=step.inputs.plan, next_forward=step.inputs.late)

@@ -8,22 +8,24 @@ measured once, separately, and added. So a rank that runs out of memory delays n
 
 import gc
 import math
+import random
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+import numpy as np
 import torch
 
 from kasoku.config.recipe import Tune
-from kasoku.core import Comm, InputError, Job
+from kasoku.core import Comm, Job, Range, checked
 from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError, SharedInputError
 from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Measurement, SizeSearch, interval, out_of_memory
 from kasoku.tune.strategies import Strategy, TimeToTarget
-from kasoku.tune.trial import StepTimes, Trial, undisturbed
+from kasoku.tune.trial import StepTimes, Trial
 
 _MIN_IMAGES, _MAX_IMAGES = 8, 8192  # of a rank, by default
 _TIME_SHARE = 3  # a size may take a third of the remaining time
@@ -31,17 +33,19 @@ _BACKWARD = 2 / 3  # of computing: the part that can hide communication
 _EXCHANGES, _CHUNK_BYTES = 3, 25 * 2**20  # timed exchanges, of a chunk of the gradients
 _COMPILED_FORMS = 10_000  # of a block, one for each shape, during the search
 _DEFAULT = TimeToTarget()
+_Images = Annotated[int, Range("images, or 0 to choose by the job", at_least=0)]
 T = TypeVar("T")
 
 
+@checked
 def tune_batch_size(
     job: Job,
     strategy: Strategy = _DEFAULT,
     *,
-    budget_s: float = Tune.budget,
-    least: int = 0,
-    most: int = 0,
-    multiple: int = 0,
+    budget_s: Annotated[float, Range("seconds", above=0)] = Tune.budget,
+    least: _Images = 0,
+    most: _Images = 0,
+    multiple: _Images = 0,
 ) -> BatchSizeResult:
     """Finds the best batch (images of a step, over all ranks and parts) for this job. Collective; drains the job.
 
@@ -70,12 +74,13 @@ def tune_batch_size(
 
     Costs: a second model and optimizer in memory during the search; with branches a third.
     """
-    if not budget_s > 0:
-        raise InputError(f"budget_s={budget_s:g}: seconds above 0")
-    if least < 0 or most < 0 or multiple < 0:
-        raise InputError(f"least={least}, most={most}, multiple={multiple}: images, or 0 to choose by the job")
     job.drain()
-    with undisturbed():
+    with ExitStack() as random_states:  # restored at its end
+        if torch.backends.mps.is_available():
+            random_states.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        random_states.callback(np.random.set_state, np.random.get_state())
+        random_states.callback(random.setstate, random.getstate())
+        random_states.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
         result = _search(job, strategy, budget_s, (least, most, multiple))
     free_memory()  # of the copies
     return replace(result, strategy=type(strategy).__name__, budget_s=budget_s)
@@ -105,8 +110,7 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
 def free_memory() -> None:
     """Frees what nothing refers to any more, on the device too."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # if CUDA was used
 
 
 def _on_all_ranks(comm: Comm, f: Callable[[], T], action: str) -> T | None:
@@ -159,12 +163,8 @@ class _Measurer:
         if before and self.trial.needs.brief:
             ran = replace(ran, steps_s=before.steps_s + ran.steps_s, waits_s=before.waits_s + ran.waits_s)
         self.timed[batch] = ran
-        return self._sample(batch, ran)
-
-    def _sample(self, batch: int, ran: StepTimes) -> Measurement:
-        """The measurement of all ranks together: the time of the slowest, the mean of the rest."""
         times = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
-        step_s, low_s, high_s, input_s, fewest = self.reduce(times)
+        step_s, low_s, high_s, input_s, fewest = self.reduce(times)  # of the slowest rank
         (usage,) = self.reduce([ran.utilisation], op="mean")
         hidden_s = _BACKWARD * max(0.0, step_s - input_s) if self.overlaps else 0.0
         add_s = max(0.0, self.exchange_s - hidden_s)

@@ -9,14 +9,12 @@ weights and frozen parameters are the model's. The copy has no other ranks, so a
 import copy
 import itertools
 import math
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -68,7 +66,7 @@ def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> 
 
 
 class Sandbox:
-    """Copies of a job's model, optimizer and loader, for any batch size. Use it within `undisturbed`.
+    """Copies of a job's model, optimizer and loader, for any batch size. Random states move with its steps.
 
     Raises InputError for a loader that is not one of kasoku.data, whose batch cannot change.
     """
@@ -133,18 +131,6 @@ class Sandbox:
             raise
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Restores random states after the body."""
-    with ExitStack() as stack:
-        if torch.backends.mps.is_available():
-            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(random.setstate, random.getstate())
-        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
-        yield
-
-
 @dataclass(frozen=True)
 class StepTimes:
     """The timed steps of one size."""
@@ -152,7 +138,6 @@ class StepTimes:
     steps_s: tuple[float, ...]  # of each step, including its wait for input
     waits_s: tuple[float, ...]  # the part of each step that it waits for input
     utilisation: float  # of the device, 0 to 1; nan: unknown
-    diverged: bool  # a loss of the last step is not finite
 
 
 class Trial:
@@ -169,10 +154,27 @@ class Trial:
         """Times `steps` steps of `batch` images over all ranks, or fewer in `allowed_s` seconds, but at least 3."""
         self.memory.begin()
         with closing(self.sandbox.at(batch)) as job, closing(endless(job.loader)) as batches:
-            times = self._timed(job, batches, steps, allowed_s=allowed_s)
+            for _ in range(_WARM_UP):
+                began = self.watch.synchronize()
+                make_step(job, batches, between=self.memory.look)
+                step_s = max(1e-6, self.watch.synchronize() - began)
+                if not self.needs.watch_s and steps * step_s < allowed_s:
+                    break  # a second one only serves to estimate how many steps there is time for
+            wanted = max(steps, math.ceil(self.needs.watch_s / step_s))
+            count = max(_MIN_STEPS, int(min(wanted, allowed_s / step_s)))
+            waits_s = []
+            usage, marks = UtilizationMonitor(self.device, needed=self.needs.watch_s > 0), [self.watch.moment()]
+            for _ in range(count):
+                wait_s, losses = make_step(job, batches)
+                waits_s.append(wait_s)
+                usage.step()
+                marks.append(self.watch.moment())
+            self.watch.synchronize()  # waits for the device while it is monitored
+            steps_s = tuple(self.watch.seconds(start, stop) for start, stop in itertools.pairwise(marks))
+            times = StepTimes(steps_s, tuple(waits_s), usage.value())
         self.memory.note(batch)
         self.sandbox.steps += job.steps
-        if times.diverged:
+        if not torch.stack(losses).isfinite().all():  # it diverged
             self.sandbox.renew()
         return times
 
@@ -201,27 +203,6 @@ class Trial:
         if trunk:
             self.sandbox.save()
         return losses
-
-    def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float) -> StepTimes:
-        step_s = 0.0
-        for _ in range(_WARM_UP):
-            began = self.watch.synchronize()
-            make_step(job, batches, between=self.memory.look)
-            step_s = max(1e-6, self.watch.synchronize() - began)
-            if not self.needs.watch_s and steps * step_s < allowed_s:
-                break  # a second one only serves to estimate how many steps there is time for
-        wanted = max(steps, math.ceil(self.needs.watch_s / step_s))
-        count = max(_MIN_STEPS, int(min(wanted, allowed_s / step_s)))
-        waits_s = []
-        usage, marks = UtilizationMonitor(self.device, needed=self.needs.watch_s > 0), [self.watch.moment()]
-        for _ in range(count):
-            wait_s, losses = make_step(job, batches)
-            waits_s.append(wait_s)
-            usage.step()
-            marks.append(self.watch.moment())
-        self.watch.synchronize()  # waits for the device while it is monitored
-        steps_s = tuple(self.watch.seconds(start, stop) for start, stop in itertools.pairwise(marks))
-        return StepTimes(steps_s, tuple(waits_s), usage.value(), not bool(torch.stack(losses).isfinite().all()))
 
 
 def make_step(

@@ -61,19 +61,16 @@ class _Growing:
             got = f"batch {batch} at epoch {self.job.progress:g}, but only {self.loader.images} images to train on"
             raise InputError(f"GrowBatch: {got}: let the schedule grow less")
         progress = self.job.progress
-        self._apply(factor)
+        self.load_state_dict({"factor": factor})
         self.job.set_progress(progress)
-
-    def _apply(self, factor: int) -> None:
-        batch, parts, self.job.accumulate = (n * factor for n in self.first)
-        self.loader.configure(batch=batch, parts=parts)
-        self.factor = factor
 
     def state_dict(self) -> dict[str, Any]:
         return {"factor": self.factor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._apply(int(state["factor"]))
+        self.factor = int(state["factor"])
+        batch, parts, self.job.accumulate = (n * self.factor for n in self.first)
+        self.loader.configure(batch=batch, parts=parts)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,15 +18,21 @@ from kasoku.data.loading.shuffle import order
 from kasoku.data.remote.store import HERE, Store
 
 
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """One split held in memory: images_NHWC uint8, contiguous; labels_N int64."""
+class Labelled:
+    """A split: it has as many images as labels (int64)."""
 
-    images_NHWC: torch.Tensor  # noqa: N815
     labels_N: torch.Tensor  # noqa: N815
 
     def __len__(self) -> int:
         return len(self.labels_N)
+
+
+@dataclass(frozen=True, eq=False)
+class Memory(Labelled):
+    """One split held in memory: images_NHWC uint8, contiguous; labels_N int64."""
+
+    images_NHWC: torch.Tensor  # noqa: N815
+    labels_N: torch.Tensor  # noqa: N815
 
 
 class Encoded(Protocol):
@@ -39,15 +46,13 @@ class Encoded(Protocol):
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The bytes of an image file, or pixels_HWC (uint8, RGB). Raises InputError with its name if it cannot."""
-        ...
 
     def name(self, index: int) -> str:
         """The name of an image in messages: class and file name."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
-class Files:
+class Files(Labelled):
     """One split as image files, decoded when needed: paths below a store's root, or of this machine; labels_N int64."""
 
     paths: tuple[str, ...]
@@ -58,9 +63,6 @@ class Files:
         if self.store is HERE:  # relative paths are of the folder that is current now
             object.__setattr__(self, "paths", tuple(p if p[:1] == os.sep else f"{os.getcwd()}/{p}" for p in self.paths))
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
     def read(self, index: int) -> bytes:
         """The bytes of a file. Raises InputError if it cannot be read, GoneError if its disk or server is at fault."""
         return self.store.read(self.paths[index], intact=is_image)
@@ -69,8 +71,11 @@ class Files:
         """Class and file name, since the folder may have another path on another host."""
         return "/".join(self.paths[index].rsplit(os.sep, 2)[-2:])
 
+    def take(self, rows_N: np.ndarray) -> "Files":
+        return replace(self, paths=tuple(self.paths[row] for row in rows_N.tolist()), labels_N=self.labels_N[rows_N])
 
-class Items:
+
+class Items(Labelled):
     """A split from your own data set, in which `dataset[i]` is an image and its label.
 
     An image is the bytes or the path of a file, pixels (uint8, HWC or HW), a uint8 tensor (CHW), or a Pillow image.
@@ -89,9 +94,6 @@ class Items:
         if self.labels_N.shape != (len(dataset),):
             raise InputError(f"labels of shape {tuple(self.labels_N.shape)} for {len(dataset)} items: one for each")
         self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.labels_N)
 
     def name(self, index: int) -> str:
         return f"item {index}"
@@ -240,20 +242,18 @@ def find_files(
     raise InputError(f"{name}: no data in {', '.join(map(str, folders))}; {advice}")
 
 
-def held_out(
-    names: Sequence[str], labels_N: torch.Tensor, classes: Sequence[str], share: float, seed: int
-) -> np.ndarray:
+def held_out(keys: Sequence[str], labels: Sequence[int], share: float, seed: int) -> np.ndarray:
     """Which images are held out for the test: of each class a share, at least one image if one is left for training.
 
-    They are chosen by the names of the class and of the image alone.
+    They are chosen by their keys alone.
     """
-    rows_K: list[list[int]] = [[] for _ in classes]
-    for row, label in enumerate(labels_N.tolist()):
-        rows_K[label].append(row)
-    held_N = np.zeros(len(names), np.bool_)
-    for kind, rows in zip(classes, rows_K, strict=True):
-        keys = (f"{seed}/{kind}/{names[row]}".encode("utf-8", "surrogateescape") for row in rows)
-        shuffled = sorted(zip((hashlib.blake2b(key, digest_size=8).digest() for key in keys), rows, strict=True))
+    rows_of = defaultdict[int, list[int]](list)
+    for row, label in enumerate(labels):
+        rows_of[label].append(row)
+    held_N = np.zeros(len(labels), np.bool_)
+    for rows in rows_of.values():
+        texts = (f"{seed}/{keys[row]}".encode("utf-8", "surrogateescape") for row in rows)
+        shuffled = sorted(zip((hashlib.blake2b(text, digest_size=8).digest() for text in texts), rows, strict=True))
         count = min(max(1, round(len(rows) * share)), len(rows) - 1)
         held_N[[row for _, row in shuffled[:count]]] = True
     return held_N

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 import json
 import os
 import re
@@ -16,8 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from kasoku.core import Comm, InputError
-from kasoku.core.errors import summary
+from kasoku.core import Comm, InputError, summary
 from kasoku.data.datasets.base import Dataset, Files, held_out
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
@@ -86,7 +84,7 @@ def folder(  # noqa: PLR0913
     store = Store(top or ".", cache=cache, cache_bytes=cache_bytes)
     top = store.shown
     parts, states = once(root, lambda: (read_list(store, table) if table else arranged(store.look, top), store.states))
-    store.learn(states)
+    store.states |= states  # of rank 0, which saves requests
     if store.local and not table:
         _check_here(top, parts)
     (home, first), *others = parts.items()
@@ -96,21 +94,14 @@ def folder(  # noqa: PLR0913
             lacking = f"a class that {below(top, home)} does not have"
             raise InputError(f"{below(top, part)}/{unknown[0]}: {lacking}; add it there or remove it")
     rows = [(p, k, file) for p, tree in parts.items() for k, kind in enumerate(classes) for file in tree.get(kind, ())]
-    labels_N = torch.tensor([label for _, label, _ in rows])
-    if others:
-        test_N = np.array([part != home for part, _, _ in rows])
-    else:
-        test_N = held_out([file for _, _, file in rows], labels_N, classes, validation, seed)
-    if not test_N.any():
-        raise InputError(f"{below(top, home)}: no class has two images, one of them for validation; add a val/ folder")
     base = top if store.local else ""
     folders = {part: [below(below(base, part), kind) for kind in classes] for part in parts}
-    paths = [os.path.join(base, f) if table else f"{folders[p][k]}/{f}" for p, k, f in rows]
-    train, test, whole = (
-        Files(tuple(itertools.compress(paths, chosen_N)), labels_N[torch.from_numpy(chosen_N)], store)
-        for chosen_N in (~test_N, test_N, np.full(len(paths), not others))
-    )
-    return photos(top.rpartition("/")[2], classes, (train, test, None if others else whole), size, max_bad_fraction)
+    paths = tuple(os.path.join(base, f) if table else f"{folders[p][k]}/{f}" for p, k, f in rows)
+    whole = Files(paths, torch.tensor([label for _, label, _ in rows], dtype=torch.int64), store)
+    keys = [] if others else [f"{classes[label]}/{file}" for _, label, file in rows]
+    test_N = np.array([part != home for part, _, _ in rows])
+    divided = split_off(whole, test_N, validation, seed, below(top, home), keys)
+    return photos(top.rpartition("/")[2], classes, divided, size, max_bad_fraction)
 
 
 def photos(
@@ -133,14 +124,18 @@ def check_settings(root: str, size: int, validation: float) -> None:
         raise InputError(f"validation={validation}: more than 0 and less than 1, the share kept for validation")
 
 
-def split_off(whole: Any, test_N: np.ndarray, validation: float, seed: int, where: str) -> tuple[Any, Any, Any]:
+def split_off(
+    whole: Any, test_N: np.ndarray, validation: float, seed: int, where: str, keys: Sequence[str] = ()
+) -> tuple[Any, Any, Any]:
     """The training and the test part of a split that has `take`, and None.
 
-    If test_N is all or none, the test part is a share of each class, and the third is the split itself.
+    If test_N is all or none, the test part is a share of each class, and the third is the split itself. `keys`: by
+    which images are chosen, their class and name; empty: the number of the class and the name in the split.
     """
     if undivided := bool(test_N.all() or not test_N.any()):
-        classes = [str(number) for number in range(int(whole.labels_N.max()) + 1)]
-        test_N = held_out([whole.name(i) for i in range(len(whole))], whole.labels_N, classes, validation, seed)
+        labels = whole.labels_N.tolist()
+        keys = keys or [f"{label}/{whole.name(i)}" for i, label in enumerate(labels)]
+        test_N = held_out(keys, labels, validation, seed)
     if not test_N.any():
         raise InputError(f"{where}: no class has two images, so none can be split off for validation; add a part val")
     return whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N)), whole if undivided else None

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError, nearest, summary
-from kasoku.data.datasets.base import Dataset, check_labels
+from kasoku.data.datasets.base import Dataset, Labelled, check_labels
 from kasoku.data.datasets.folder import LISTS, check_settings, folder, photos, split_off, used_parts
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.loading.shuffle import draws, order
@@ -37,7 +37,7 @@ _SPARE = 4  # row groups that are kept beside those of the window, since threads
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(Labelled):
     """One split as rows of a table, read by any number of threads at once; labels_N int64.
 
     cell: the image file in a row of a group; also begins to read the group that is its third argument, unless None.
@@ -50,9 +50,6 @@ class Rows:
     labels_N: torch.Tensor  # noqa: N815
     window: int = 1  # how many groups the order of an epoch mixes
     next_group: dict[int, int] = field(default_factory=dict, init=False)  # to read ahead once a group is read
-
-    def __len__(self) -> int:
-        return len(self.labels_N)
 
     def _place(self, index: int) -> tuple[int, int]:
         row = int(self.row_N[index])

@@ -22,12 +22,9 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
 def _library() -> Any:
-    path = Path(__file__).with_name("_native.so")  # see setup.py
-    if not path.exists():
-        return None
     pointer, int32, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
         library.kasoku_jpeg_new.restype, library.kasoku_jpeg_new.argtypes = pointer, []
         library.kasoku_jpeg_free.restype, library.kasoku_jpeg_free.argtypes = None, [pointer]
         library.kasoku_jpeg_open.argtypes = [pointer, ctypes.c_char_p, size, pointer, pointer]
@@ -36,7 +33,7 @@ def _library() -> Any:
         library.kasoku_jpeg_plain.restype, library.kasoku_jpeg_plain.argtypes = None, [ctypes.c_int]
         looked_up = library.kasoku_looked_up
         looked_up.restype, looked_up.argtypes = None, [pointer, pointer, *[size] * 4, pointer, ctypes.c_int, pointer]
-    except (OSError, AttributeError):  # built for another machine, or from other sources
+    except (OSError, AttributeError):  # not built, or for another machine, or from other sources
         return None
     return library
 

@@ -90,8 +90,7 @@ def reader(read: Callable[[int], Source], images: Sequence[int], device: torch.d
         if size and size[0] * size[1] <= _LARGEST:
             files[image] = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     cuda = device.type == "cuda"
-    own: Any = torch.cuda.Stream
-    with torch.cuda.stream(own(device)) if cuda else nullcontext():
+    with torch.cuda.stream(torch.cuda.Stream(device)) if cuda else nullcontext():  # type: ignore[no-untyped-call]
         if cuda:
             torch.cuda.current_stream(device).synchronize()
         try:

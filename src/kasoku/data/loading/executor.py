@@ -98,12 +98,17 @@ class FileExecutor:
         self.safe_batches = 0  # on several ranks, how many of the next batches cannot fail any more
         self.side = side  # the shorter one of the decoded images that are kept
         self.cache: dict[int, np.ndarray] = {}  # decoded images; the same for all forks
-        self._autotuner: Autotuner | None = None
+        self.autotuner: Autotuner | None = None  # of the number of threads, unless that is set
 
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         """Gives the batch of each part; takes a part's number when it begins to make it."""
         nvjpeg.check(pipeline.decoder, pipeline.device)
-        with closing(self._pool(pipeline)) as pool:
+        if pipeline.threads:
+            self.autotuner = None
+        elif self.autotuner is None:
+            own = max(1, cores() // pipeline.cores_shared_by)
+            self.autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
+        with closing(ThreadPool(self.autotuner.size if self.autotuner else pipeline.threads)) as pool:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))
 
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
@@ -131,27 +136,12 @@ class FileExecutor:
 
     def cached(self, index: int) -> np.ndarray:
         """One decoded image, kept; what was pixels already is not kept a second time."""
-        image = self.cache.get(index)
-        if image is not None:
-            return image
+        if index in self.cache:
+            return self.cache[index]
         source = self.split.read(index)
         if isinstance(source, bytes):
             source = self.cache[index] = decode(source, self.side, name=self.split.name(index))
         return source
-
-    def tune(self, pool: ThreadPool, batch_s: float, waited_s: float) -> None:
-        """After a batch: has another number of threads tried now and then, unless the number is set."""
-        if self._autotuner:
-            pool.resize(self._autotuner.batch(batch_s, waited_s))
-
-    def _pool(self, pipeline: Pipeline) -> ThreadPool:
-        if pipeline.threads:
-            self._autotuner = None
-            return ThreadPool(pipeline.threads)
-        if self._autotuner is None:
-            own = max(1, cores() // pipeline.cores_shared_by)
-            self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
-        return ThreadPool(self._autotuner.size)
 
 
 class _Iteration:
@@ -168,10 +158,7 @@ class _Iteration:
         self.varied_s: deque[float] = deque()  # seconds of threads, not yet in the trace
         make: Any = torch.cuda.Stream  # copies have a stream of their own, so that computing goes on meanwhile
         self.stream = make(self.device) if self.device.type == "cuda" else None
-
-    @property
-    def copies_ahead(self) -> bool:
-        return self.stream is not None
+        self.copies_ahead = self.stream is not None
 
     def batches(self, indices: Iterator[torch.Tensor]) -> RawBatches:
         """The batches of these indices. Nothing but `moving` refers to a batch that was sent to the device, so its
@@ -184,32 +171,29 @@ class _Iteration:
         moving: deque[Moving] = deque()
         failure: InputError | None = None  # of the batch after those that are moving
         request_s = time.perf_counter()
-        try:
-            while True:
-                while len(waiting) <= _AHEAD and (index_N := next(indices, None)) is not None:
-                    waiting.append(self._submit(index_N))
-                if not (waiting or moving or failure):
-                    return
-                waited_s = self._wait(() if moving or failure else waiting)
-                if not moving:
-                    if failure:
-                        raise failure
+        while True:
+            while len(waiting) <= _AHEAD and (index_N := next(indices, None)) is not None:
+                waiting.append(self._submit(index_N))
+            if not (waiting or moving or failure):
+                return
+            waited_s = self._wait(() if moving or failure else waiting)
+            if not moving:
+                if failure:
+                    raise failure
+                moving.append(self._send(waiting.popleft()))
+            if self.copies_ahead and not failure and waiting and waiting[0].ready:
+                try:
                     moving.append(self._send(waiting.popleft()))
-                if self.copies_ahead and not failure and waiting and waiting[0].ready:
-                    try:
-                        moving.append(self._send(waiting.popleft()))
-                    except InputError as error:
-                        failure = error
-                if self.pipeline.size > 1:
-                    good = () if failure else takewhile(lambda batch: batch.good, waiting)
-                    self.executor.safe_batches = len(moving) - 1 + sum(1 for _ in good)
-                yield self._arrive(moving.popleft())
-                now_s = time.perf_counter()
-                self.executor.tune(self.pool, now_s - request_s, waited_s)
-                request_s = now_s
-        finally:
-            for chunk in (chunk for batch in waiting for chunk in batch.chunks):
-                chunk.cancel()
+                except InputError as error:
+                    failure = error
+            if self.pipeline.size > 1:
+                good = () if failure else takewhile(lambda batch: batch.good, waiting)
+                self.executor.safe_batches = len(moving) - 1 + sum(1 for _ in good)
+            yield self._arrive(moving.popleft())
+            now_s = time.perf_counter()
+            if autotuner := self.executor.autotuner:
+                self.pool.resize(autotuner.batch(now_s - request_s, waited_s))
+            request_s = now_s
 
     def _submit(self, index_N: torch.Tensor) -> "PendingBatch":
         pin = self.device.type == "cuda"
@@ -267,8 +251,10 @@ class _Iteration:
             with self._span("copy", bytes=host[0].nbytes):
                 pinned = [t if t.is_pinned() else t.pin_memory() for t in host] if aside else host
                 images_NHWC, y_N, index_N = (t.to(self.device, non_blocking=aside) for t in pinned)
-                if len(self.pipeline.dataset.mean) == 1:
-                    images_NHWC = _grey(images_NHWC)
+                if len(self.pipeline.dataset.mean) == 1:  # luma (ITU-R 601-2), rounded as Pillow rounds it
+                    red_NHW, green_NHW, blue_NHW = images_NHWC.int().unbind(3)
+                    luma_NHW = (19595 * red_NHW + 38470 * green_NHW + 7471 * blue_NHW + 2**15) >> 16
+                    images_NHWC = luma_NHW.to(torch.uint8)[..., None]
                 return (images_NHWC, y_N, index_N), self.stream and self.stream.record_event()
 
     def _arrive(self, moving: Moving) -> RawBatch:
@@ -314,12 +300,6 @@ class _Iteration:
                 return other
             self.skipped.add(other, bad[0])
         raise InputError(f"{self.pipeline.dataset.name}: no image can be decoded: {self.skipped.summary()}")
-
-
-def _grey(images_NHWC: torch.Tensor) -> torch.Tensor:
-    """Luma (ITU-R 601-2) of RGB values, rounded as Pillow rounds it: (N, H, W, 1), uint8."""
-    red_NHW, green_NHW, blue_NHW = images_NHWC.int().unbind(3)
-    return ((19595 * red_NHW + 38470 * green_NHW + 7471 * blue_NHW + 2**15) >> 16).to(torch.uint8)[..., None]
 
 
 @dataclass(eq=False)

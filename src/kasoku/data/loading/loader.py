@@ -113,8 +113,6 @@ class Loader:
         batch, ranks, parts = pipeline.batch, pipeline.size, pipeline.parts
         if not pipeline.shares and batch % (ranks * parts):
             raise InputError(f"batch={batch}: not a multiple of {ranks} ranks x {parts} parts; choose one that is")
-        if pipeline.train:
-            pipeline.check_augment()
         transform, count = pipeline.transform(), len(pipeline)
         vary = pipeline.vary if pipeline.train and not pipeline.varies_in_threads else None
         ahead: deque[tuple[int, int]] = deque()  # parts of shares that are being decoded: number, rank
@@ -194,9 +192,7 @@ class Loader:
         Raises:
             InputError: for an augmentation that does not fit the images.
         """
-        old, pipeline = self.pipeline.settings, self.pipeline.with_(**settings)
-        pipeline.check_augment()
-        self.pipeline = pipeline
+        old, self.pipeline = self.pipeline.settings, self.pipeline.with_(**settings)
 
         def undo() -> None:
             self.pipeline = self.pipeline.with_(**{name: old[name] for name in settings})

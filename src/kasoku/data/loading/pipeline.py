@@ -70,6 +70,15 @@ class Pipeline(Checked):
     augment: Augment = Augment()  # noqa: RUF009 - frozen
     dtype: torch.dtype = torch.float32
 
+    def __post_init__(self) -> None:
+        """Raises InputError where the augmentation does not fit the images."""
+        super().__post_init__()
+        augment, dataset, side = self.augment, self.dataset, min(self.dataset.image_size)
+        if augment.translate >= side:
+            raise InputError(f"translate={augment.translate}: at most {side - 1} for images of {side} pixels")
+        if augment.crop != "center" and self.in_memory:
+            raise InputError(f"crop={augment.crop}: only for image files, {dataset.name} is in memory; use translate")
+
     @property
     def settings(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)[2:]}
@@ -81,14 +90,6 @@ class Pipeline(Checked):
         if unknown:
             raise TypeError(f"{', '.join(unknown)}: no setting of a pipeline; these are: {', '.join(known)}")
         return replace(self, **changes)
-
-    def check_augment(self) -> None:
-        """Raise InputError where the augmentation does not fit the images."""
-        augment, dataset, side = self.augment, self.dataset, min(self.dataset.image_size)
-        if augment.translate >= side:
-            raise InputError(f"translate={augment.translate}: at most {side - 1} for images of {side} pixels")
-        if augment.crop != "center" and self.in_memory:
-            raise InputError(f"crop={augment.crop}: only for image files, {dataset.name} is in memory; use translate")
 
     # ---- which images
 
@@ -117,9 +118,7 @@ class Pipeline(Checked):
 
     @property
     def first_part(self) -> int:
-        """The number of this rank's first part among the parts that all ranks take of a batch."""
-        if not self.at_once:
-            return self.rank * self.parts
+        """The number of this rank's first part among the parts that all ranks take of a batch; only with `at_once`."""
         return self.batch * sum(self.shares[: self.rank]) // (sum(self.shares) * self.at_once)
 
     def __len__(self) -> int:

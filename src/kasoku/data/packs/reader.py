@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError, one_line, say, summary
-from kasoku.data.datasets.base import Dataset
+from kasoku.data.datasets.base import Dataset, Labelled
 from kasoku.data.datasets.folder import check_settings, photos, split_off, used_parts
 from kasoku.data.decode.decode import is_image
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
@@ -35,7 +35,7 @@ _MAPS = 256  # shards that stay mapped: each takes a file descriptor
 
 
 @dataclass(frozen=True, eq=False)
-class Shards:
+class Shards(Labelled):
     """One split as images in tar shards, read by any number of threads at once; labels_N int64.
 
     Raw images of a local shard are views of the memory-mapped file, whose pages are read on first use. Their checksums
@@ -48,9 +48,6 @@ class Shards:
     labels_N: torch.Tensor  # noqa: N815
     names: tuple[str, ...]
     mapped: Callable[[str], np.ndarray]
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def name(self, index: int) -> str:
         """The name of the image before it was packed; in foreign shards, the shard and the member."""
@@ -280,10 +277,10 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
 
 def _indexed(store: Store, file: str, cache: str) -> Index:
     """The index of one shard, from the cache or from its headers; a damaged index is built anew."""
-    version = store.version(file)
+    size, version = store.state(file)
     if not version:  # a new file of the same size would not be noticed
         return walk(store, file)
-    known = f"{store.shown}\n{file}\n{store.size(file)}\n{version}"
+    known = f"{store.shown}\n{file}\n{size}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
     kept = cache_folder(cache) / "shards" / f"{key}.npz"
     try:

@@ -124,11 +124,7 @@ class Store:
         return sorted(files)
 
     def size(self, path: str) -> int:
-        return self._known(path)[0]
-
-    def version(self, path: str) -> str:
-        """A text that changes with the file: its time of change, or the remote source's version, if any."""
-        return self._known(path)[1]
+        return self.state(path)[0]
 
     def read(
         self, path: str, start: int = 0, stop: int | None = None, intact: Callable[[bytes], bool] = lambda _: True
@@ -159,7 +155,7 @@ class Store:
             time.sleep(_FIRST_WAIT_S)
 
     def _read_far(self, far: "_Far", path: str, start: int, stop: int | None, intact: Callable[[bytes], bool]) -> bytes:
-        size, version = self._known(path)
+        size, version = self.state(path)
         file, stop = f"{size} {version} {path}", size if stop is None else min(stop, size)
         for attempt in range(TRIES):
             if attempt:  # the cache may hold the bad bytes, and a proxy may soon answer again
@@ -180,21 +176,17 @@ class Store:
                 break
         return whole
 
-    def _known(self, path: str) -> tuple[int, str]:
-        """Size and version of a file; a remote source is asked once."""
+    def state(self, path: str) -> tuple[int, str]:
+        """Size of a file, and a text that changes with it: its time of change, or a remote source's version, if any."""
         if self._far is None:
             try:
                 state = os.stat(f"{self.shown}/{path}")
             except OSError as error:
                 _refuse(error)
             return state.st_size, str(state.st_mtime_ns)
-        if path not in self.states:
+        if path not in self.states:  # a remote source is asked once
             self.states[path] = _state(self._far.info(path))
         return self.states[path]
-
-    def learn(self, states: dict[str, Any]) -> None:
-        """Adds the `states` of another process's store of the same root, which saves requests."""
-        self.states |= {path: (int(size), str(version)) for path, (size, version) in states.items()}
 
     def close(self) -> None:
         """Closes local files that stayed open, as soon as no thread reads them."""

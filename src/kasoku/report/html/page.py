@@ -9,7 +9,7 @@ from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.report.html import figures
 from kasoku.report.html.content import Panel, RunRecord
-from kasoku.report.html.figures import COLOURS, Chart
+from kasoku.report.html.figures import COLOURS
 from kasoku.report.html.tuning import tuning
 
 try:
@@ -65,7 +65,7 @@ def render(**content: Any) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    shared = {"colours": COLOURS, "plotly": Markup(get_plotlyjs()), "ledger_key": _ledger_key, "to_json": _to_json}
+    shared = {"colours": COLOURS, "plotly": Markup(get_plotlyjs()), "to_json": _to_json}
     return environment.get_template("template.html.j2").render(_EMPTY | shared | content, charts=[])
 
 
@@ -95,14 +95,6 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "total": _number(result.get("seconds"), ".1f", " s"),
         "images/s": _number(result.get("images_per_s"), ",.0f"),
     }
-
-
-def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
-    """(colour, text) of each row of a ledger, for a legend outside the figure; `seconds` adds the first bar's."""
-    bars = chart.figure.data
-    total = sum(bar.x[0] for bar in bars) or 1.0
-    values = [f" {bar.x[0]:.2f} s ({bar.x[0] / total:.0%})" if seconds else "" for bar in bars]
-    return [(bar.marker.color, Markup(bar.name) + value) for bar, value in zip(bars, values, strict=True)]
 
 
 # ---- one run
