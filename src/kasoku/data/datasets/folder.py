@@ -84,7 +84,7 @@ def folder(  # noqa: PLR0913
     store = Store(top or ".", cache=cache, cache_bytes=cache_bytes)
     top = store.shown
     parts, states = once(root, lambda: (read_list(store, table) if table else arranged(store.look, top), store.states))
-    store.states |= states  # of rank 0, which saves requests
+    store.states |= {path: (size, version) for path, (size, version) in states.items()}  # of rank 0: saves requests
     if store.local and not table:
         _check_here(top, parts)
     (home, first), *others = parts.items()
