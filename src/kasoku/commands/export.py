@@ -89,7 +89,7 @@ def _writer(arguments: ExportArguments, members: Sequence[Trained], facts: Mappi
     written.model.metadata_props.update(texts)
     graph = written.model.graph
     graph.inputs[0].doc_string, graph.outputs[0].doc_string = texts["input"], texts["output"]
-    return written.save
+    return partial(torch.onnx.ONNXProgram.save, written)
 
 
 def _weights(members: Sequence[Trained]) -> dict[str, Tensor]:

@@ -88,8 +88,7 @@ def data_info(recipe: Recipe) -> tuple[Facts, str]:
     try:
         return info_of(checked(recipe.data(), Dataset, "data")), ""
     except InputError as error:
-        known = PUBLISHED.get(recipe.data.use)
-        if known is None:
+        if (known := PUBLISHED.get(recipe.data.use)) is None:
             raise
         known = replace(known, side=recipe.data.keys.get("size", known.side))
         if known.side < 1:

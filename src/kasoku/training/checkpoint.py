@@ -145,8 +145,7 @@ def newest(path: Path, *, warn: Callable[[str], None], clean: bool = False) -> P
             warn(f"checkpoint {part} was half written: passed over, removed")
             shutil.rmtree(part, ignore_errors=True)
     for folder in sorted((path / "checkpoints").glob("step-*"), reverse=True):
-        damage = _damage(folder)
-        if damage is None:
+        if (damage := _damage(folder)) is None:
             return folder
         warn(f"checkpoint {folder} is damaged ({damage}): passed over")
         if clean:

@@ -55,8 +55,9 @@ class Metrics:
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
         self._began_s = self.job.clock.now()
         self.outcome = "failed"  # until `finish`
-        for tracker in self.job.trackers if run else ():
-            tracker.open(run.path, flat_settings(table(state.recipe)))
+        for tracker in self.job.trackers:
+            if run:
+                tracker.open(run.path, flat_settings(table(state.recipe)))
 
     def close(self) -> None:
         self.bar.close()
