@@ -102,7 +102,8 @@ def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor
     x_NCHW, dy_NCHW = (t.contiguous(memory_format=_LAST) for t in (x_NCHW, dy_NCHW))
     (n, channels_in, *size_in), (_, channels, *size) = x_NCHW.shape, dy_NCHW.shape
     kernel = layer.weight.shape[2:]
-    shape = (ctypes.c_int64 * 13)(n, *size_in, channels_in, *size, channels, *kernel, *layer.stride, *layer.padding)
+    sizes = (n, *size_in, channels_in, *size, channels, *kernel, *layer.stride, *map(int, layer.padding))
+    shape = (ctypes.c_int64 * 13)(*sizes)
     dw_OHWI = torch.empty(channels, *kernel, channels_in)
     data = _pointers(x_NCHW, dy_NCHW, dw_OHWI)
     if not library().kasoku_conv_weight_gradient(shape, *data, torch.get_num_threads()):
