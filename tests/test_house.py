@@ -23,12 +23,12 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2155,
-    "optim": 1040,
+    "core": 2160,
+    "optim": 1060,
     "models": 870,
     "device": 810,
     "data": 4690,
-    "distributed": 5770,
+    "distributed": 6060,
     "memory": 1955,
     "tracking": 255,
     "config": 1520,

@@ -36,6 +36,7 @@ class _Handle:
             self._work = None
             if self._finish is not None:
                 self._finish()
+                self._finish = None  # frees what it holds
 
 
 class TorchComm(Comm):
@@ -73,6 +74,9 @@ class TorchComm(Comm):
         return _Handle(dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True), finish)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        if x.device.type == "cpu":  # gloo's own sends as much as an all-reduce (2.13)
+            parts = torch.empty_like(x.view(self.size, -1))
+            return self.all_to_all(parts, x, lambda: torch.sum(parts, 0, out=out.view(-1)))
         return _Handle(_reduce_scatter(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
@@ -92,8 +96,9 @@ class TorchComm(Comm):
         dist.broadcast_object_list(box, group=self._group, group_src=root)
         return cast(T, box[0])
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return _Handle(dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True))
+    def all_to_all(self, out: Tensor, x: Tensor, finish: Callable[[], object] | None = None) -> Work:
+        """Out becomes part `rank` of every rank's x, in rank order; then `finish` is called, in `wait()`."""
+        return _Handle(dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True), finish)
 
     def sub(self, groups: Sequence[Sequence[int]]) -> "TorchComm":
         created = [self._new_group(ranks) for ranks in groups]
