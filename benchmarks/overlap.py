@@ -7,12 +7,13 @@ As root: two ranks in network namespaces of their own, a core and one thread eac
 shaped until the all-reduce of all gradients alone takes as long as forward, backward and update alone (balanced), 2.5
 times as long (comm_bound), or not at all (compute_bound). Interleaved in one run: computing alone (both ranks at once),
 the all-reduce alone, computing beside an all-reduce of unrelated buffers (bound_contended), DDP with its default and
-with bucket_cap_mb of 1, 2, 5, 10 and 25, ours with a barrier, ours overlapped. A step is timed from the start of one
-forward to the start of another, with the one before still under way.
+with bucket_cap_mb of 1, 2, 5, 10 and 25, ours with a barrier, ours overlapped, and that with sharded updates. A step is
+timed from the start of one forward to the start of another, with the one before still under way.
 --own: instead of DDP, what [003] compares: one all-reduce after backward (after), all-reduces behind backward
 (barrier), and behind the next forward too (ours). Without root the ranks meet over loopback, which is not shaped: there
 is almost nothing to hide, so the ratios of these three are null, and only their seconds are there.
 ours_over_best_ddp: the median of ours over the least median of DDP's. ours_over_bound: over max(computing, all-reduce).
+sharded_over_overlap: the median with sharded updates over that of ours.
 Result: records/. Why it matters: what communication shows is time that all devices lose.
 """
 
@@ -61,7 +62,8 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
         transfer.wait()
 
     hidden, barrier = Side(work, comm, ours(comm)), Side(work, comm, ours(comm, next_forward=False))
-    for side in (barrier, hidden):
+    sharded = Side(work, comm, ours(comm, shard=True))
+    for side in (barrier, hidden, sharded):
         side.plan()
     sides: dict[str, Callable[[], object]] = {"compute": alone, "all_reduce": transfer, "contended": contended}
     if own:
@@ -71,7 +73,7 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
         sides |= {f"ddp_{mb}": Side(work, comm, ddp(bucket_cap_mb=mb)) for mb in BUCKETS_MB}
     for name in set(sides) - {"compute", "all_reduce", "contended"}:  # DDP lays its buckets out anew after a step
         sides[name]()
-    sides |= {"barrier": barrier, "ours": hidden}
+    sides |= {"barrier": barrier, "ours": hidden, "sharded": sharded}
     seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s)
     if comm.rank == 0:
         report(case, work, mbit, seconds)
@@ -86,6 +88,7 @@ def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float
         "ours_over_bound": round(median["ours"] / bound, 4),
         "bound_contended": round(median["contended"] / bound, 4),
         "ours_over_barrier": round(median["ours"] / median["barrier"], 4),
+        "sharded_over_overlap": round(median["sharded"] / median["ours"], 4),
         "all_reduce_over_compute": round(median["all_reduce"] / median["compute"], 4),
         "n": len(seconds["ours"]),
         "mbit": round(mbit, 1),

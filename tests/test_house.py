@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 870,
     "device": 810,
     "data": 4690,
-    "distributed": 6060,
+    "distributed": 6065,
     "memory": 1955,
     "tracking": 255,
     "config": 1520,

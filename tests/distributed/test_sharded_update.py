@@ -236,10 +236,10 @@ def test_parameters_that_no_rank_used_are_not_updated() -> None:
     ("settings", "rule", "more", "message"),
     [
         ({"reducer": Wire()}, "sgd", (), "reducer Wire .*: use Mean, or set shard = false"),
-        ({}, "sgd", (Clip(1.0),), "technique Clip needs whole gradients"),
-        ({}, "sgd", (Asynchronous(),), "technique Asynchronous needs"),
+        ({}, "sgd", (Clip(1.0),), "Clip needs whole gradients"),
+        ({}, "sgd", (Asynchronous(),), "Asynchronous needs"),
         ({}, "sgd", (SavedMemory(factor=1, show=False),), "set its in_backward = false, or set shard"),
-        ({}, "muon", (), "optimizer Muon is not known to update slices of tensors: use sgd, adamw or lars"),
+        ({}, "muon", (), "Muon is not known to update slices of tensors: use sgd, adamw or lars"),
     ],
     ids=lambda x: "",
 )
@@ -264,7 +264,7 @@ def test_a_rule_of_the_users_own_may_declare_that_it_updates_slices() -> None:
         contracts.train(own, 3)
         return contracts.weights(own)
 
-    with pytest.raises(InputError, match="optimizer Signs is not known"):
+    with pytest.raises(InputError, match="Signs is not known"):
         Threads(2).run(lambda comm: run(comm, True))
     Signs.slices = "elements"  # type: ignore[attr-defined]
     contracts.assert_same(*(Threads(2).run(lambda comm, s=s: run(comm, s))[0] for s in (False, True)))

@@ -109,6 +109,7 @@ class BucketLayout:
         for bucket in self.by_arrival:
             for layer in {layer for p in bucket.views for layer in layers.users[p]}:
                 self.needed[layer].append(bucket)
+        self.by_need = [*dict.fromkeys(bucket for layer in layers.order for bucket in self.needed[layer])]
 
     def _rounded(self, chunk: Chunk, quantum: int) -> Chunk:
         """The chunk with borders at multiples of the quantum, at the same share of its bucket."""

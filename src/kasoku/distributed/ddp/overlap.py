@@ -239,7 +239,7 @@ class Engine:
             if late or self.factor is None:
                 bucket.detach()
         if self.sharing and self.factor is not None:
-            self.sharing.start(self.layout.by_arrival, self.hyper, self.factor)
+            self.sharing.start(self.layout.by_need, self.hyper, self.factor)
             if waits:
                 self.drain()
 

@@ -34,17 +34,14 @@ _BY_ELEMENT = {unwrap(rule.step) for rule in (optim.SGD, optim.RMSprop, *_ADAPTI
 
 def refuse(job: Job, reducer: Reducer, *, frees: bool) -> None:
     """Raises InputError beside what needs whole gradients or tensors. `frees`: gradients are freed in backward."""
-    unfit = (t for t in job.applied if t.needs_whole_gradients or t.captures_graph or t.is_asynchronous)
-    reasons = [
-        f"technique {type(t).__name__} needs whole gradients, or all memory to stay: leave it out" for t in unfit
-    ]
+    unfit = [t for t in job.applied if t.needs_whole_gradients or t.captures_graph or t.is_asynchronous]
+    reasons = [f"{type(t).__name__} needs whole gradients, or memory that stays: leave it out" for t in unfit]
     if frees:
         reasons += ["SavedMemory updates whole parameters in backward: set its in_backward = false"]
     if reducer != Mean():
         reasons += [f"reducer {type(reducer).__name__} leaves whole means on all ranks: use Mean"]
-    if not _slices(job.optimizer):
-        name = type(job.optimizer).__name__
-        reasons += [f"optimizer {name} is not known to update slices of tensors: use sgd, adamw or lars"]
+    if not _slices(rule := job.optimizer):
+        reasons += [f"{type(rule).__name__} is not known to update slices of tensors: use sgd, adamw or lars"]
     if reasons:
         raise InputError(f"Overlap(shard=true): {reasons[0]}, or set shard = false")
 
@@ -127,10 +124,7 @@ class Shard:
 
 
 class SharedUpdates:
-    """This rank's share of all updates. `shards`: by bucket; empty until there is a plan: each rank updates all.
-
-    `comm`: of the reduce-scatters.
-    """
+    """This rank's share of all updates; `comm` is of the reduce-scatters. Attributes: `shards`, by bucket."""
 
     def __init__(self, job: Job, comm: Comm, around: AbstractContextManager[Any]) -> None:
         self.job, self.comm, self.around = job, comm, around
@@ -175,7 +169,7 @@ class SharedUpdates:
         return self.comm.reduce_scatter(x.tensor_split(self.comm.size)[self.comm.rank], x)
 
     def start(self, buckets: Sequence[Bucket], hyper: Hyper, factor: float) -> None:
-        """Begins the updates of a step, in this order of the buckets; the gradients are multiplied by the factor."""
+        """Begins the updates of a step: the buckets in the order of need, the gradients times the factor."""
         self._chain = self._update_all(buckets, hyper, factor)
         self._awaited = next(self._chain)
         if self._stream is not None:
@@ -199,6 +193,7 @@ class SharedUpdates:
     def update(self, bucket: Bucket) -> None:
         """Returns when the parameters of a bucket are whole (on a GPU its stream waits); goes on with the others."""
         self.go_on(bucket if bucket.pending else None)
+        self.job.trace.poll_transfers()
         if bucket.pending:
             gathers, self.shards[bucket].gathers = self.shards[bucket].gathers, []
             with self.job.trace.span("wait", bytes=bucket.flat.nbytes):
@@ -214,12 +209,11 @@ class SharedUpdates:
             shard = self.shards[bucket]
             yield from bucket.works
             bucket.works.clear()
-            with self.job.trace.span("update"):
-                for own in shard.own:
-                    bucket.flat[own].div_(self.comm.size)
-                    if factor != 1:
-                        bucket.flat[own].mul_(factor)
-                shard.cut(state)
+            for grads in (bucket.flat[own] for own in shard.own):
+                grads.div_(self.comm.size)
+                if factor != 1:
+                    grads.mul_(factor)
+            shard.cut(state)
             if self._needs_norms and bucket.used:
                 sums = shard.squares(bucket.used)
                 yield self.gathers.all_reduce(sums)
