@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import load_model, save_model
+from test_overlap import Shared
 from torch import Tensor, nn
 
 import contracts
 from helpers.ranks import on_processes
 from kasoku.core import Comm, InputError, Job, Linear, Technique, Threads
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
-from kasoku.distributed import Asynchronous, Fixed, Graded, OneBucket, Overlap, PerLayer, Planned, Wire
+from kasoku.distributed import Asynchronous, Fixed, Graded, OneBucket, Overlap, PerLayer, Planned, Policy, Replay, Wire
+from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
+from kasoku.distributed.torch_comm import _Handle
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, LARS, Clip, Rate, Trust, adamw, lars, muon, sgd
 from kasoku.testing.toy import assert_near
+from kasoku.tune.trial import copy_of
 
 STEPS = 6
 SMALL = Fixed(2000, 500)
@@ -93,6 +98,34 @@ def test_a_plan_in_chunks_is_sharded_once_it_is_found(rule: str) -> None:
 
     for whole, sharded in Threads(2).run(run):
         contracts.assert_same(whole, sharded)
+
+
+@dataclass(frozen=True)
+class Interleaved(Policy):
+    """Two buckets, each in eight chunks, which are sent in turn."""
+
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
+        buckets = tuple(range(len(tensors)))[1::2], tuple(range(len(tensors)))[::2]
+        sizes = [sum(tensors[i].elements for i in bucket) for bucket in buckets]
+        order = tuple(Chunk(b, n * k // 8, n * (k + 1) // 8) for k in range(8) for b, n in enumerate(sizes))
+        return BucketPlan(buckets, order, "interleaved")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("rule", ["sgd", "mlperf"])
+def test_buckets_of_several_chunks(rule: str, size: int) -> None:
+    def run(comm: Comm) -> list[dict[str, Tensor]]:
+        job = job_on(comm, rule, Interleaved(), shard=True, accumulate=2, model=Exact(torch.float32))
+        engine: Any = job.kept("overlap")
+        assert len(engine.layout.order) > len(engine.layout.buckets)
+        assert max(len(x) for shard in engine.sharing.shards.values() for x in shard.slices.values()) >= 2
+        contracts.train(job, STEPS)
+        whole = job_on(comm, rule, Interleaved(), accumulate=2, model=Exact(torch.float32))
+        contracts.train(whole, STEPS)
+        return [contracts.weights(whole), contracts.weights(job)]
+
+    for whole, sharded in Threads(size).run(run):
+        assert_near(whole, sharded, 0.0 if (rule, size) == ("sgd", 2) else 1e-5)
 
 
 @pytest.mark.process
@@ -200,6 +233,150 @@ def test_whole_state_for_the_optimizers_own_checkpoint_and_after_close(tmp_path:
     Threads(2).run(run)
 
 
+def test_tied_weights_stay_tied_in_files(tmp_path: Path) -> None:
+    """From sharded ranks to whole updates on one rank, and back."""
+
+    def trained(comm: Comm, start: str, end: str, **own: Any) -> dict[str, Tensor]:
+        job = contracts.make(Overlap(PerLayer(0), **own), model=Shared(), comm=comm)
+        if start:
+            load_model(job.model, str(tmp_path / start))
+        contracts.train(job, 2)
+        if comm.rank == 0:
+            save_model(job.model, str(tmp_path / end))
+        state = job.model.state_dict()
+        assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
+        return contracts.weights(job)
+
+    (saved, _) = Threads(2).run(lambda comm: trained(comm, "", "sharded", shard=True))
+    load_model(other := Shared(), str(tmp_path / "sharded"))
+    contracts.assert_same(saved, dict(other.state_dict()))
+    Threads(1).run(lambda comm: trained(comm, "sharded", "whole"))
+    Threads(3).run(lambda comm: trained(comm, "whole", "again", shard=True))
+
+
+def test_readers_after_a_step() -> None:
+    """A forward in inference mode, the version counters of parameters, and copies of the job."""
+
+    def run(comm: Comm) -> None:
+        job = job_on(comm, "adamw", SMALL, EMA(0.8), shard=True)
+        x_NCHW, y_N = next(iter(job.loader))
+        for _ in range(2):
+            before = {p: p._version for p in job.model.parameters()}
+            job.loss(out := job.model(x_NCHW), y_N).backward(retain_graph=True)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            with torch.inference_mode():
+                job.model(x_NCHW)
+            assert all(p._version > version for p, version in before.items())
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+            job.optimizer.zero_grad()
+        model, optimizer = copy_of(job)
+        assert {*optimizer.state} == {*model.parameters()}
+
+    Threads(2).run(run)
+
+
+def test_parameters_outside_the_optimizer_stay() -> None:
+    def run(comm: Comm, shard: bool) -> dict[str, Tensor]:
+        def rule(model: nn.Module) -> LARS:
+            return LARS([{"params": [p for n, p in model.named_parameters() if "stage" in n]}], 0.1)
+
+        job = contracts.make(Overlap(OneBucket(), shard=shard), EMA(0.8), optimizer=rule, comm=comm)
+        contracts.train(job, 3)
+        job.optimizer.state_dict()
+        return contracts.weights(job) | job.kept("ema").averages
+
+    for whole, sharded in zip(*(Threads(2).run(lambda comm, s=s: run(comm, s)) for s in (False, True)), strict=True):
+        assert_near(whole, sharded, 1e-5)
+
+
+def test_memory_of_parameters_that_was_replaced_is_told() -> None:
+    def run(comm: Comm) -> None:
+        job = job_on(comm, "sgd", SMALL, shard=True)
+        contracts.train(job, 2)
+        p = next(job.model.parameters())
+        p.data = p.data.clone()
+        contracts.train(job, 1)
+
+    with pytest.raises(InputError, match=r"\w+ has other memory than at the last step: convert the model before apply"):
+        Threads(2).run(run)
+
+
+class Hollow(nn.Module):
+    """The network of the toy problem, beside a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.none = contracts.Net(norm=False, dropout=0.0), nn.Parameter(torch.empty(0))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        out: Tensor = self.inner(x_NCHW)
+        return out + self.none.sum()
+
+
+def hollow(comm: Comm, shard: bool) -> dict[str, Tensor]:
+    job = job_on(comm, "adamw", PerLayer(0), shard=shard, model=Hollow())
+    contracts.train(job, 3)
+    job.state_dict()
+    return contracts.weights(job)
+
+
+def test_a_parameter_without_elements() -> None:
+    whole, sharded = (Threads(2).run(lambda comm, s=s: hollow(comm, s)) for s in (False, True))
+    contracts.assert_same(whole[0], sharded[0])
+
+
+def hollow_on_gloo(comm: Comm) -> list[dict[str, Tensor]]:
+    comm.reduce_scatter(torch.empty(0), torch.empty(0)).wait()
+    comm.all_gather(torch.empty(0), torch.empty(0)).wait()
+    return [hollow(comm, shard) for shard in (False, True)]
+
+
+@pytest.mark.process
+def test_a_parameter_without_elements_on_processes() -> None:
+    for whole, sharded in on_processes(2, hollow_on_gloo):
+        contracts.assert_same(whole, sharded)
+
+
+def test_a_work_that_failed_is_not_taken_for_done() -> None:
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("connection closed")
+
+    ended: list[int] = []
+    handle = _Handle(Broken(), finish=lambda: ended.append(1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            handle.wait()
+    assert not ended
+
+
+def test_a_plan_that_changes_between_steps_finishes_the_step_before() -> None:
+    def run(comm: Comm, between: bool) -> dict[str, Tensor]:
+        job = job_on(comm, "sgd", SMALL, shard=True)
+        engine: Any = job.kept("overlap")
+        other = Interleaved().plan(engine.layers.tensors)
+        contracts.train(job, 1, each=lambda: between and engine.change_plan(other, late=True))
+        return contracts.weights(job)
+
+    contracts.assert_same(*(Threads(2).run(lambda comm, b=b: run(comm, b))[0] for b in (False, True)))
+
+
+def test_parameters_have_memory_of_their_own_when_the_last_update_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(comm: Comm) -> None:
+        job = job_on(comm, "sgd", SMALL, shard=True)
+        contracts.train(job, 1)
+        engine: Any = job.kept("overlap")
+        monkeypatch.setattr(engine.sharing, "join", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job.close()
+        parameters = [*job.model.parameters()]
+        assert len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
+
+    Threads(2).run(run)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("size", [2, 4])
 def test_lars_on_processes_is_near_whole_updates_and_all_ranks_agree(size: int) -> None:
@@ -239,14 +416,21 @@ def test_parameters_that_no_rank_used_are_not_updated() -> None:
         ({}, "sgd", (Clip(1.0),), "Clip needs whole gradients"),
         ({}, "sgd", (Asynchronous(),), "Asynchronous needs"),
         ({}, "sgd", (SavedMemory(factor=1, show=False),), "set its in_backward = false, or set shard"),
-        ({}, "muon", (), "Muon is not known to update slices of tensors: use sgd, adamw or lars"),
+        ({}, "sgd", (Replay(),), "Replay needs the optimizer's whole state"),
+        ({}, "muon", (), "Muon is not known to update slices .*: use sgd, adamw or lars, declare slices = .elements."),
+        ({}, "own_lars", (), "OwnLars is not known to update slices"),
     ],
     ids=lambda x: "",
 )
 def test_what_needs_whole_gradients_is_refused(
     settings: Any, rule: str, more: tuple[Technique, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class OwnLars(LARS):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+
     monkeypatch.setitem(RULES, "muon", muon)
+    monkeypatch.setitem(RULES, "own_lars", lambda model: OwnLars([{"params": [*model.parameters()]}]))
     with pytest.raises(InputError, match=rf"^Overlap\(shard=true\): .*{message}"):
         Threads(2).run(lambda comm: job_on(comm, rule, SMALL, *more, shard=True, **settings))
 

@@ -212,7 +212,7 @@ class Job:
         Args:
             params: parameters with their gradients in `p.grad`.
             hyper: the settings to use, saved earlier by `hyper()`; None: those of now.
-            slices: updated in place of the parameters, with state of their own; no `after_update` hook runs.
+            slices: updated instead of the parameters, with state of their own; no `after_update` hook runs.
 
         Raises:
             InputError: for an optimizer with state outside `state[p]`, which this would change for all parameters.
@@ -277,7 +277,7 @@ class Job:
         self._since = (self.steps, epochs)
 
     def drain(self) -> None:
-        """Finishes all pending updates; call it before reading parameters. Collective with `Overlap(shard=True)`."""
+        """Finishes pending updates; call it before reading parameters. Sharded: collective; state may stay in parts."""
         self.run_hooks("on_drain")
 
     @contextmanager

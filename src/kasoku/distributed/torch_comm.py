@@ -31,9 +31,9 @@ class _Handle:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        works, finish, self._works, self._finish = self._works, self._finish, [], None  # frees what they hold
-        for work in works:
+        for work in self._works:
             work.wait()  # NCCL: the current stream waits, not the host
+        finish, self._works, self._finish = self._finish, [], None  # frees what they hold, unless a wait failed
         if finish is not None:
             finish()
 
@@ -76,22 +76,20 @@ class TorchComm(Comm):
         """Out becomes this rank's part of the sum over ranks. Gloo's own sends as much as an all-reduce (2.13)."""
         if x.device.type != "cpu":
             return _Handle(_reduce_scatter(out.view(-1), x.view(-1), group=self._group, async_op=True))
-        own, pair = x.view(self.size, -1), self.size == 2
+        own, pair = x.view(self.size, x.numel() // self.size), self.size == 2
         sent = own[1 - self.rank] if pair else own  # its own part stays where it is
         sizes = [self.rank * len(sent), (1 - self.rank) * len(sent)] if pair else None
         parts = torch.empty_like(sent)
         work = dist.all_to_all_single(parts.view(-1), sent.view(-1), sizes, sizes, group=self._group, async_op=True)
-        if pair:
-            return _Handle(work, finish=lambda: torch.add(own[self.rank], parts, out=out.view(-1)))
-        return _Handle(work, finish=lambda: torch.sum(parts, 0, out=out.view(-1)))
+        both, flat = (own[self.rank], parts), out.view(-1)
+        return _Handle(work, finish=lambda: torch.add(*both, out=flat) if pair else torch.sum(parts, 0, out=flat))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         """Out becomes the parts of all ranks; x may be its part of out: gloo copies all twice (2.13)."""
-        parts = out.view(self.size, -1)
+        parts = out.view(self.size, x.numel())
         if x.device.type != "cpu" or parts[self.rank].data_ptr() != x.data_ptr():
             return _Handle(_all_gather(out.view(-1), x.view(-1), group=self._group, async_op=True))
-        each = enumerate(parts)
-        return _Handle(*(dist.broadcast(p, group=self._group, group_src=r, async_op=True) for r, p in each))
+        return _Handle(*(dist.broadcast(p, group=self._group, group_src=r, async_op=True) for r, p in enumerate(parts)))
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         """Sends x to one rank; gloo knows only in `wait()` whether it has ended."""

@@ -1,7 +1,6 @@
 """The flat buffers of a bucket plan, and which parameter has its gradient in which of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,10 +16,7 @@ _ALIGN = 32  # elements: fused optimizers round whole vectors and the rest of a 
 
 
 class Bucket:
-    """A flat buffer of gradients, and the collectives that average it.
-
-    `ranks`: it has as many equal parts, and every gradient in it starts with a whole vector.
-    """
+    """A flat buffer of gradients in `ranks` equal parts (above 1, of whole vectors), and its collectives."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], ranks: int) -> None:
         for name, p in named:
@@ -62,11 +58,6 @@ class Bucket:
         """Whether it has all its gradients."""
         return len(self.versions) == len(self.views)
 
-    @property
-    def used(self) -> list[Tensor]:
-        """The parameters that this step updates."""
-        return [p for p in self.views if p not in self.idle]
-
     def wait(self) -> None:
         """Returns when the buffer holds the mean."""
         for work in self.works:
@@ -99,7 +90,7 @@ class BucketLayout:
         self.names = {p: name for name, p in layers.named}
         self.buckets = [Bucket([layers.named[i] for i in bucket], ranks) for bucket in plan.buckets]
         rounded = [self._rounded(chunk, ranks * _ALIGN if ranks > 1 else 1) for chunk in plan.order]
-        self.order = [chunk for chunk in rounded if chunk.start < chunk.stop]
+        self.order = [chunk for chunk in rounded if ranks == 1 or chunk.start < chunk.stop]
         for bucket in self.buckets if allocated else ():
             bucket.allocate()
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
@@ -114,9 +105,8 @@ class BucketLayout:
     def _rounded(self, chunk: Chunk, quantum: int) -> Chunk:
         """The chunk with borders at multiples of the quantum, at the same share of its bucket."""
         bucket = self.buckets[chunk.bucket]
-        parts, elements = bucket.size // quantum, sum(p.numel() for p in bucket.views)
-        start, stop = (-(-at * parts // elements) * quantum for at in (chunk.start, chunk.stop))
-        return replace(chunk, start=start, stop=stop)
+        parts, elements = bucket.size // quantum, max(1, sum(p.numel() for p in bucket.views))
+        return Chunk(chunk.bucket, *(-(-at * parts // elements) * quantum for at in (chunk.start, chunk.stop)))
 
     def copy_in(self, p: Tensor) -> None:
         """Copies the gradient of a parameter into its bucket."""

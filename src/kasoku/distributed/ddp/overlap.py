@@ -8,7 +8,7 @@ Note: changes are detected. A gradient is copied into its bucket, and `p.grad` b
 version counter of its own. A write to it (clipping by hand, a second backward) changes the counter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,8 +48,9 @@ class Overlap(Technique):
         reducer: how a chunk is averaged: Mean, Wire (bf16 or fp16), LowRank, Hierarchical.
         unused: a parameter without a gradient: "refuse" it, or "skip" it on ranks without (one more collective a step).
         shard: each rank receives the mean of its part of each bucket, updates it, and gathers the other parts ahead of
-            the layers that need them. For SGD, AdamW and other rules by element, and LARS. `job.drain()`, `close()` and
-            the optimizer's `state_dict()` are then collective. Planned does not choose it: compare.
+            the layers that need them. For SGD, AdamW and other rules by element, and LARS; Planned does not choose it.
+            `job.drain()`, `close()`, every `state_dict()` and the first forward after a step, in evaluation too, are
+            then collective: call `job.drain()` on all ranks before one of them uses the model alone.
 
     Saves: the time of communication, as far as compute covers it. Sharded: all but 1/N of updates and their state.
     Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
@@ -57,7 +58,8 @@ class Overlap(Technique):
         scaling where the reducer may make a finite gradient infinite (LowRank). CUDA graphs have no layers to wait for:
         a backward hides nothing, and late updates end before the model's forward.
         A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
-        Sharded: two collectives a chunk, of the same bytes; a checkpoint gathers the state. Not yet seen on a GPU.
+        Sharded: two collectives a chunk, of the same bytes; a third one a bucket with LARS. While Planned measures,
+        and at a checkpoint, which gathers the state, the peak memory is that of whole updates. Not yet seen on a GPU.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same buckets; sharded on two ranks, for
         rules by element. Elsewhere sums have another order.
     Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler);
@@ -146,8 +148,7 @@ class Engine:
         self.largest = min(settings.reducer.largest(self.comm.size), least_max / self.comm.size)  # 0: not known
         self.decides = vetoed and self.largest > 0
         self.sharing: SharedUpdates | None = None  # from the first plan that is not measured
-        lay_out = partial(BucketLayout, layers=self.layers, allocated=self.allocated, notes_ranges=self.decides)
-        self.lay_out: Callable[..., BucketLayout] = lay_out
+        self.lay_out = partial(BucketLayout, layers=self.layers, allocated=self.allocated, notes_ranges=self.decides)
         self.layout = self.lay_out(settings.buckets.plan(self.layers.tensors))
         self.factor: float | None = 1.0  # of this step's gradients; None: no parameter changes
         kind = self.layout.buckets[0].flat.device.type
@@ -278,7 +279,7 @@ class Engine:
         self.receive(bucket)
         bucket.pending = False
         with torch.inference_mode(False), self.full_precision, self.job.trace.span("update"):
-            self.job.update(bucket.used, self.hyper)
+            self.job.update([p for p in bucket.views if p not in bucket.idle], self.hyper)
         bucket.detach()
 
     def receive(self, bucket: Bucket) -> None:
@@ -294,6 +295,7 @@ class Engine:
 
     def change_plan(self, plan: BucketPlan, *, late: bool) -> None:
         """Takes a plan and ends profiling; between two steps. The reducer's state belongs to the chunks so far."""
+        self.drain()
         if self.profiler is not None:
             self.profiler.close()
             self.profiler = None

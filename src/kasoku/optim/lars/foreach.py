@@ -58,24 +58,16 @@ class Rule:
         factors = (self.rate, self.d0, self.d1, self.decay, self.eta or 0.0, self.eps)
         return (*factors, self.out, self.shrink, float(self.nesterov), self.momentum if self.nesterov else 1.0)
 
-    def trusting(self, w: float, g: float) -> "Rule":
-        """The rule of a tensor whose weights and gradient have these norms; it needs no norms any more."""
-        ratio = (self.eta or 0.0) * w / (g + self.decay * w + self.eps) if w and g else 1.0
-        return replace(self, rate=self.rate * ratio, eta=None)
-
 
 class Move(NamedTuple):
-    """The update of one parameter: its gradient (in its memory layout), its state, the share of the buffer to keep.
-
-    `squares`: the two norms, squared, of the tensor that p is a slice of; None: p is a tensor of its own.
-    """
+    """The update of one parameter: its gradient (in its memory layout), its state, the share of the buffer to keep."""
 
     p: Tensor
     g: Tensor
     state: dict[str, Any]
     keep: float
     rule: Rule
-    squares: Tensor | None = None
+    squares: Tensor | None = None  # of the two norms of the tensor that p is a slice of
 
 
 def step_cpu(moves: list[Move]) -> list[Move]:
@@ -88,7 +80,9 @@ def step_cpu(moves: list[Move]) -> list[Move]:
             left_out.append(move)
             continue
         if squares is not None and rule.eta is not None:
-            rule = rule.trusting(*squares.sqrt().tolist())
+            w, g_norm = squares.sqrt().tolist()
+            ratio = rule.eta * w / (g_norm + rule.decay * w + rule.eps) if w and g_norm else 1.0
+            rule = replace(rule, rate=rule.rate * ratio, eta=None)
         n += p.numel()
         at = p.data_ptr(), g.data_ptr(), state["momentum_buffer"].data_ptr()
         places.extend((*at, p.numel(), rule.eta is not None))
