@@ -177,12 +177,12 @@ class Workload:
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Job | None]]
 
 
-def ours(comm: TorchComm, policy: Policy | None = None, *, next_forward: bool = True) -> Wrap:
+def ours(comm: TorchComm, policy: Policy | None = None, *, next_forward: bool = True, shard: bool = False) -> Wrap:
     """Wraps a model with Overlap."""
 
     def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Job]:
         more = {"buckets": policy} if policy else {}
-        job = Job(model, optimizer, comm=comm).apply(Overlap(next_forward=next_forward, **more))
+        job = Job(model, optimizer, comm=comm).apply(Overlap(next_forward=next_forward, shard=shard, **more))
         return model, job
 
     return wrap

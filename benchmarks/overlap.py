@@ -7,16 +7,17 @@ As root: two ranks in network namespaces of their own, a core and one thread eac
 shaped until the all-reduce of all gradients alone takes as long as forward, backward and update alone (balanced), 2.5
 times as long (comm_bound), or not at all (compute_bound). Interleaved in one run: computing alone (both ranks at once),
 the all-reduce alone, computing beside an all-reduce of unrelated buffers (bound_contended), ours with a barrier, ours
-overlapped, and the rivals: DDP with its defaults; DDP with gradient_as_bucket_view and static_graph, and bucket_cap_mb
-of 1, 2, 5, 10 and 25, or a list that grows from 1 MiB at the output to 25; FSDP2 (fully_shard, reshard_after_forward =
-False) with a group a layer or a group a block. FSDP2 takes contiguous weights only, and torch's fused SGD does not take
-its parameters: its optimizer is the foreach form, of the same maths. A step is timed from the start of one
-forward to the start of another, with the one before still under way.
+overlapped, that with sharded updates, and the rivals: DDP with its defaults; DDP with gradient_as_bucket_view and
+static_graph, and bucket_cap_mb of 1, 2, 5, 10 and 25, or a list that grows from 1 MiB at the output to 25; FSDP2
+(fully_shard, reshard_after_forward = False) with a group a layer or a group a block. FSDP2 takes contiguous weights
+only, and torch's fused SGD does not take its parameters: its optimizer is the foreach form, of the same maths. A step
+is timed from the start of one forward to the start of another, with the one before still under way.
 --own: instead of DDP, what [003] compares: one all-reduce after backward (after), all-reduces behind backward
 (barrier), and behind the next forward too (ours). Without root the ranks meet over loopback, which is not shaped: there
 is almost nothing to hide, so the ratios of these three are null, and only their seconds are there.
 ours_over_best_ddp: the median of ours over the least median of DDP's; ours_over_best_of_all: of all rivals'.
-ours_over_bound: over max(computing, all-reduce).
+ours_over_bound: over max(computing, all-reduce). sharded_over_overlap: the median with sharded updates over that of
+ours.
 Result: records/. Why it matters: what communication shows is time that all devices lose.
 """
 
@@ -91,7 +92,8 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
         transfer.wait()
 
     hidden, barrier = Side(work, comm, ours(comm)), Side(work, comm, ours(comm, next_forward=False))
-    for side in (barrier, hidden):
+    sharded = Side(work, comm, ours(comm, shard=True))
+    for side in (barrier, hidden, sharded):
         side.plan()
     sides: dict[str, Callable[[], object]] = {"compute": alone, "all_reduce": transfer, "contended": contended}
     if own:
@@ -104,7 +106,7 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
         sides |= {f"fsdp_{name}": Side(work, comm, fsdp(name == "layer")) for name in ("layer", "block")}
     for name in set(sides) - {"compute", "all_reduce", "contended"}:  # DDP lays its buckets out anew after a step
         sides[name]()
-    sides |= {"barrier": barrier, "ours": hidden}
+    sides |= {"barrier": barrier, "ours": hidden, "sharded": sharded}
     seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s)
     if comm.rank == 0:
         report(case, work, mbit, seconds)
@@ -119,6 +121,7 @@ def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float
         "ours_over_bound": round(median["ours"] / bound, 4),
         "bound_contended": round(median["contended"] / bound, 4),
         "ours_over_barrier": round(median["ours"] / median["barrier"], 4),
+        "sharded_over_overlap": round(median["sharded"] / median["ours"], 4),
         "all_reduce_over_compute": round(median["all_reduce"] / median["compute"], 4),
         "n": len(seconds["ours"]),
         "mbit": round(mbit, 1),

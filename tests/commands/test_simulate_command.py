@@ -191,6 +191,10 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
         (["--cluster", "abci", "--profile", "nowhere"], "nowhere: no profile there"),
         (["--cluster", "abci", *asynchronous(), "--set", "norm_batch=81920"], "norm_batch at most these images"),
         (["--cluster", "abci", *asynchronous("", "{use='kasoku.distributed.Overlap'}")], "nodes are not simulated"),
+        (
+            ["--cluster", "abci", "--set", "techniques=[{use='kasoku.distributed.Overlap', shard=true}]"],
+            "sharded updates are not simulated: set shard = false",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_one_clear_line(

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, default_comm
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import Batch, Batches, Hyper, Patches, Stateful
+from kasoku.core.job_state import Batch, Batches, Hyper, Patches, Slices, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
@@ -204,7 +204,7 @@ class Job:
             technique.apply(self)
         return self
 
-    def update(self, params: Iterable[Tensor], hyper: Hyper | None = None) -> None:
+    def update(self, params: Iterable[Tensor], hyper: Hyper | None = None, *, slices: Slices | None = None) -> None:
         """The optimizer's own step on some of its parameters, without its step hooks; then the `after_update` hooks.
 
         A twin of the optimizer, which shares its state, steps on parameter groups that hold these parameters only.
@@ -212,17 +212,18 @@ class Job:
         Args:
             params: parameters with their gradients in `p.grad`.
             hyper: the settings to use, saved earlier by `hyper()`; None: those of now.
+            slices: updated instead of the parameters, with state of their own; no `after_update` hook runs.
 
         Raises:
             InputError: for an optimizer with state outside `state[p]`, which this would change for all parameters.
         """
-        optimizer, part = self.optimizer, set(params)
+        optimizer, part = self.optimizer, {p: (p,) if slices is None else slices[p] for p in params}
         settings = optimizer.param_groups if hyper is None else hyper
         twin = object.__new__(type(optimizer))
         vars(twin).update({k: v for k, v in vars(optimizer).items() if k != "step"})
         remove_step_hooks(twin)
         twin.param_groups = [
-            {**own, "params": [p for p in group["params"] if p in part]}
+            {**own, "params": [x for p in group["params"] for x in part.get(p, ())]}
             for group, own in zip(optimizer.param_groups, settings, strict=True)
         ]
         before = {k: v for k, v in vars(twin).items() if k not in ("state", "param_groups")}
@@ -235,7 +236,8 @@ class Job:
             got = f"optimizer {type(optimizer).__name__} keeps {what} outside state[p]"
             advice = "use a rule that keeps its state per parameter, or leave the technique out"
             raise InputError(f"{got}, so a part of the model cannot be updated alone: {advice}")
-        self.run_after_update([p for group in optimizer.param_groups for p in group["params"] if p in part])
+        if slices is None:
+            self.run_after_update([p for group in optimizer.param_groups for p in group["params"] if p in part])
 
     def decision(self, overflow: Tensor) -> float | None:
         """The factor of this step's gradients; None: no parameter changes. Collective on `step_comm`, in `before_step`.
@@ -275,7 +277,7 @@ class Job:
         self._since = (self.steps, epochs)
 
     def drain(self) -> None:
-        """Finishes all pending updates; call it before reading parameters."""
+        """Finishes pending updates; call it before reading parameters. Sharded: collective; state may stay in parts."""
         self.run_hooks("on_drain")
 
     @contextmanager

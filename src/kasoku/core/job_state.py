@@ -1,6 +1,6 @@
 """The parts of a job: its changes to other objects, its loader, objects with a state, and the exchange of gradients."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from kasoku.core.comm import Comm
 
 Batch = tuple[Tensor, Tensor]
 Hyper = list[dict[str, Any]]
+Slices = Mapping[Tensor, Sequence[Tensor]]  # of parameters, each with its gradient
 
 
 def first_part(job: Any) -> int:

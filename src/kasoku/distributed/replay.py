@@ -25,7 +25,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 @dataclass(frozen=True)
-class Replay(Technique, vetoes_steps=True, in_sandbox=False):
+class Replay(Technique, vetoes_steps=True, reads_state=True, in_sandbox=False):
     """Runs forward and backward of every N-th step twice, and ends the training where their bits differ.
 
     It finds what defective processors and memory do without an error. In a checked step it finds a wrong gradient, and

@@ -22,20 +22,20 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceO
 
 
 class _Handle:
-    """A torch Work, and a function to call once it has ended."""
+    """Works of torch, and a function to call once they have ended."""
 
-    def __init__(self, work: Any, finish: Callable[[], object] | None = None) -> None:
-        self._work, self._finish = work, finish
+    def __init__(self, *works: Any, finish: Callable[[], object] | None = None) -> None:
+        self._works, self._finish = [work for work in works if work is not None], finish
 
     def done(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()  # NCCL: the current stream waits, not the host
-            self._work = None
-            if self._finish is not None:
-                self._finish()
+        for work in self._works:
+            work.wait()  # NCCL: the current stream waits, not the host
+        finish, self._works, self._finish = self._finish, [], None  # frees what they hold, unless a wait failed
+        if finish is not None:
+            finish()
 
 
 class TorchComm(Comm):
@@ -70,13 +70,26 @@ class TorchComm(Comm):
             raise InputError(f"all_reduce of shape {tuple(x.shape)}, strides {x.stride()}: the tensor must be dense")
         flat = x.detach().as_strided((x.numel(),), (1,))
         finish = (lambda: x.div_(self.size)) if op == "mean" else None
-        return _Handle(dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True), finish)
+        return _Handle(dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True), finish=finish)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        return _Handle(_reduce_scatter(out.view(-1), x.view(-1), group=self._group, async_op=True))
+        """Out becomes this rank's part of the sum over ranks. Gloo's own sends as much as an all-reduce (2.13)."""
+        if x.device.type != "cpu":
+            return _Handle(_reduce_scatter(out.view(-1), x.view(-1), group=self._group, async_op=True))
+        own, pair = x.view(self.size, x.numel() // self.size), self.size == 2
+        sent = own[1 - self.rank] if pair else own  # its own part stays where it is
+        sizes = [self.rank * len(sent), (1 - self.rank) * len(sent)] if pair else None
+        parts = torch.empty_like(sent)
+        work = dist.all_to_all_single(parts.view(-1), sent.view(-1), sizes, sizes, group=self._group, async_op=True)
+        both, flat = (own[self.rank], parts), out.view(-1)
+        return _Handle(work, finish=lambda: torch.add(*both, out=flat) if pair else torch.sum(parts, 0, out=flat))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return _Handle(_all_gather(out.view(-1), x.view(-1), group=self._group, async_op=True))
+        """Out becomes the parts of all ranks; x may be its part of out: gloo copies all twice (2.13)."""
+        parts = out.view(self.size, x.numel())
+        if x.device.type != "cpu" or parts[self.rank].data_ptr() != x.data_ptr():
+            return _Handle(_all_gather(out.view(-1), x.view(-1), group=self._group, async_op=True))
+        return _Handle(*(dist.broadcast(p, group=self._group, group_src=r, async_op=True) for r, p in enumerate(parts)))
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         """Sends x to one rank; gloo knows only in `wait()` whether it has ended."""

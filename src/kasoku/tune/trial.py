@@ -36,6 +36,7 @@ _HELD = 512  # images at most on which branches are compared; a quarter of a bra
 def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
     """Copies of the job's model and optimizer without the hooks and patches of techniques. Drains the job."""
     job.drain()
+    job.optimizer.state_dict()  # a hook makes state that is in slices whole
     with ExitStack() as stack:  # which puts hooks and patches back: they refer to the job
         for thing, name, old in reversed(job.patches.attributes):
             if isinstance(thing, nn.Module):

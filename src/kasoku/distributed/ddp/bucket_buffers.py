@@ -1,6 +1,6 @@
 """The flat buffers of a bucket plan, and which parameter has its gradient in which of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,20 +9,24 @@ from torch.optim import Optimizer
 from kasoku.core import Comm, InputError, Trace, Work
 from kasoku.core.hardware import is_dense
 from kasoku.core.torch_internals import version
-from kasoku.distributed.ddp.compression import Reduce
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
+_ALIGN = 32  # elements: fused optimizers round whole vectors and the rest of a tensor differently
+
 
 class Bucket:
-    """A flat buffer of gradients, and the collectives that average it."""
+    """A flat buffer of gradients in `ranks` equal parts (above 1, of whole vectors), and its collectives."""
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, Tensor]], ranks: int) -> None:
         for name, p in named:
             if not is_dense(p):
                 strides = f"strides {p.stride()} for shape {tuple(p.shape)}"
                 raise InputError(f"Overlap: {name} has {strides}: dense ones only")
-        self.size = sum(p.numel() for _, p in named)
+        align = _ALIGN if ranks > 1 else 1
+        self.lengths = [-(-p.numel() // align) * align for _, p in named]
+        self.lengths[-1] += -sum(self.lengths) % (ranks * align)
+        self.size = sum(self.lengths)
         self.flat = named[0][1].detach().new_empty(0)  # without elements while the buffer is freed
         self.views: dict[Tensor, Tensor] = {p: self.flat for _, p in named}  # in its parameter's own shape and strides
         # of its gradients, when they were copied there; None: one was used since, or a layer holds its factors
@@ -40,7 +44,7 @@ class Bucket:
     def allocate(self) -> None:
         """Allocates the buffer."""
         self.flat = self.flat.new_empty(self.size)
-        parts = torch.split(self.flat, [p.numel() for p in self.views])
+        parts = torch.split(self.flat, self.lengths)
         self.views = {p: x.as_strided(p.shape, p.stride()).data for p, x in zip(self.views, parts, strict=True)}
 
     def free(self) -> None:
@@ -75,22 +79,34 @@ class BucketLayout:
     """The buckets of a plan, in its numbering.
 
     `allocated`: their buffers are there all the time; `notes_ranges`: of the gradients of each chunk, for `overflow`.
+    `ranks`: above 1, each chunk has as many equal parts; `order` has the chunks of the plan, so rounded.
     """
 
-    def __init__(self, plan: BucketPlan, layers: LayerIndex, *, allocated: bool, notes_ranges: bool) -> None:
+    def __init__(
+        self, plan: BucketPlan, layers: LayerIndex, *, allocated: bool, notes_ranges: bool, ranks: int = 1
+    ) -> None:
         self.plan, self.notes_ranges = plan, notes_ranges
         self.ranges: list[tuple[Tensor, Tensor]] = []
         self.names = {p: name for name, p in layers.named}
-        self.buckets = [Bucket([layers.named[i] for i in bucket]) for bucket in plan.buckets]
+        self.buckets = [Bucket([layers.named[i] for i in bucket], ranks) for bucket in plan.buckets]
+        rounded = [self._rounded(chunk, ranks * _ALIGN if ranks > 1 else 1) for chunk in plan.order]
+        self.order = [chunk for chunk in rounded if ranks == 1 or chunk.start < chunk.stop]
         for bucket in self.buckets if allocated else ():
             bucket.allocate()
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
-        last = {chunk.bucket: i for i, chunk in enumerate(plan.order)}  # of each bucket, when its last chunk is sent
+        last = {chunk.bucket: i for i, chunk in enumerate(self.order)}  # of each bucket, when its last chunk is sent
         self.by_arrival = [self.buckets[b] for b in sorted(last, key=lambda b: last[b])]
         self.needed: list[list[Bucket]] = [[] for _ in layers.modules]  # those of a layer's parameters, by arrival
         for bucket in self.by_arrival:
             for layer in {layer for p in bucket.views for layer in layers.users[p]}:
                 self.needed[layer].append(bucket)
+        self.by_need = [*dict.fromkeys(bucket for layer in layers.order for bucket in self.needed[layer])]
+
+    def _rounded(self, chunk: Chunk, quantum: int) -> Chunk:
+        """The chunk with borders at multiples of the quantum, at the same share of its bucket."""
+        bucket = self.buckets[chunk.bucket]
+        parts, elements = bucket.size // quantum, max(1, sum(p.numel() for p in bucket.views))
+        return Chunk(chunk.bucket, *(-(-at * parts // elements) * quantum for at in (chunk.start, chunk.stop)))
 
     def copy_in(self, p: Tensor) -> None:
         """Copies the gradient of a parameter into its bucket."""
@@ -103,7 +119,7 @@ class BucketLayout:
             p.grad = view
         bucket.versions[p] = version(view)
 
-    def send(self, chunk: Chunk, prefix: str, reduce: Reduce, trace: Trace) -> None:
+    def send(self, chunk: Chunk, prefix: str, reduce: Callable[[str, Tensor], Work], trace: Trace) -> None:
         """Starts to average one chunk; the reducer keeps its state by the chunk's key."""
         bucket = self.buckets[chunk.bucket]
         x = bucket.flat[chunk.start : chunk.stop]

@@ -8,7 +8,7 @@ Note: changes are detected. A gradient is copied into its bucket, and `p.grad` b
 version counter of its own. A write to it (clipping by hand, a second backward) changes the counter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reduce, Reducer
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel
 from kasoku.distributed.ddp.layer_index import LayerIndex
+from kasoku.distributed.ddp.sharded_update import SharedUpdates, refuse
 from kasoku.distributed.ddp.step_profiler import StepProfiler
 
 
@@ -46,15 +47,23 @@ class Overlap(Technique):
         next_forward: False: the step waits for all buckets, as DDP does.
         reducer: how a chunk is averaged: Mean, Wire (bf16 or fp16), LowRank, Hierarchical.
         unused: a parameter without a gradient: "refuse" it, or "skip" it on ranks without (one more collective a step).
+        shard: each rank receives the mean of its part of each bucket, updates it, and gathers the other parts ahead of
+            the layers that need them. For SGD, AdamW and other rules by element, and LARS; Planned does not choose it.
+            `job.drain()`, `close()`, every `state_dict()` and the first forward after a step, in evaluation too, are
+            then collective: call `job.drain()` on all ranks before one of them uses the model alone.
 
-    Saves: the time of communication, as far as compute covers it.
+    Saves: the time of communication, as far as compute covers it. Sharded: all but 1/N of updates and their state.
     Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
         gradients, and a line says so once, beside a technique that needs them whole (clipping), and with fp16 loss
         scaling where the reducer may make a finite gradient infinite (LowRank). CUDA graphs have no layers to wait for:
         a backward hides nothing, and late updates end before the model's forward.
         A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
-    Maths: g = mean over ranks of g; bit for bit the step that waits for the same buckets.
-    Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler).
+        Sharded: two collectives a chunk, of the same bytes; a third one a bucket with LARS. While Planned measures,
+        and at a checkpoint, which gathers the state, the peak memory is that of whole updates. Not yet seen on a GPU.
+    Maths: g = mean over ranks of g; bit for bit the step that waits for the same buckets; sharded on two ranks, for
+        rules by element. Elsewhere sums have another order.
+    Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler);
+        ZeRO (arXiv 1910.02054).
     """
 
     stage: ClassVar[Stage] = Stage.COMM
@@ -67,6 +76,7 @@ class Overlap(Technique):
     next_forward: bool = True
     reducer: Reducer = field(default_factory=Mean)
     unused: Literal["refuse", "skip"] = "refuse"
+    shard: bool = False
 
     @property
     def skips_unused(self) -> bool:
@@ -79,6 +89,8 @@ class Overlap(Technique):
         start_equal(job, job.step_comm)
         updates = job.in_backward
         frees = updates is not None and not self.skips_unused and updates.active(exchanged=True)
+        if self.shard:
+            refuse(job, self.reducer, frees=frees)
         if updates is not None and frees:
             engine: Engine = FreeingEngine(job, self, updates, vetoed=job.vetoes_steps)
         else:
@@ -95,6 +107,8 @@ class Overlap(Technique):
         saving: Any = job.model.register_state_dict_pre_hook
         job.on_close(saving(lambda *_: engine.drain()).remove)
         job.on_close(engine.reduce.settle)
+        if self.shard and not isinstance(self.buckets, Planned):
+            engine.change_plan(engine.layout.plan, late=True)
         if engine.late and (reason := engine.needs_all()):
             engine.late = False
             engine.print_once(f"Overlap: {reason}, so it waits for all of them")
@@ -127,16 +141,15 @@ class Engine:
         self.layers = LayerIndex(job.model, whole=any(technique.captures_graph for technique in job.applied))
         self.profiler: StepProfiler | None = None  # measures the first steps for the search of a plan
         self.hyper: Hyper = []
-        self.sent = 0  # chunks of this step
-        self.key_prefix = "first"  # of the reducer's keys
+        self.sent, self.key_prefix = 0, "first"  # chunks of this step; of the reducer's keys
         self.forecast: Forecast | None = None  # of the plan that was searched, if it was
         self.link: LinkModel | None = None
         least_max = min(torch.finfo(p.dtype).max for _, p in self.layers.named)
         self.largest = min(settings.reducer.largest(self.comm.size), least_max / self.comm.size)  # 0: not known
         self.decides = vetoed and self.largest > 0
-        lay_out = partial(BucketLayout, layers=self.layers, allocated=self.allocated, notes_ranges=self.decides)
-        self.lay_out: Callable[[BucketPlan], BucketLayout] = lay_out
-        self.layout = lay_out(settings.buckets.plan(self.layers.tensors))
+        self.sharing: SharedUpdates | None = None  # from the first plan that is not measured
+        self.lay_out = partial(BucketLayout, layers=self.layers, allocated=self.allocated, notes_ranges=self.decides)
+        self.layout = self.lay_out(settings.buckets.plan(self.layers.tensors))
         self.factor: float | None = 1.0  # of this step's gradients; None: no parameter changes
         kind = self.layout.buckets[0].flat.device.type
         autocast = torch.amp.is_autocast_available(kind)
@@ -177,14 +190,14 @@ class Engine:
         if self.profiler is not None and self.profiler.holds_back:
             return
         self.job.trace.poll_transfers()
-        order, buckets = self.layout.plan.order, self.layout.buckets
+        order, buckets = self.layout.order, self.layout.buckets
         while self.sent < len(order) and buckets[order[self.sent].bucket].whole:
             self.send_chunk(order[self.sent])
             self.sent += 1
 
     def send_chunk(self, chunk: Chunk) -> None:
         """Starts to average a chunk."""
-        self.layout.send(chunk, self.key_prefix, self.reduce, self.job.trace)
+        self.layout.send(chunk, self.key_prefix, self.sharing.send if self.sharing else self.reduce, self.job.trace)
 
     # ---- at the step
 
@@ -216,7 +229,7 @@ class Engine:
     def finish_step(self, *, late: bool) -> None:
         """Leaves the updates for later, or hands the means to the optimizer; drops them if the step is vetoed."""
         self.factor = self.job.decision(self.layout.overflow(self.largest)) if self.decides else 1.0
-        late = late and self.factor is not None
+        waits, late = not late, (late or self.sharing is not None) and self.factor is not None
         if late:
             self.hyper = self.job.hyper()
         for bucket in self.layout.by_arrival:
@@ -226,6 +239,10 @@ class Engine:
                 self.receive(bucket)
             if late or self.factor is None:
                 bucket.detach()
+        if self.sharing and self.factor is not None:
+            self.sharing.start(self.layout.by_need, self.hyper, self.factor)
+            if waits:
+                self.drain()
 
     # ---- after the step
 
@@ -255,6 +272,8 @@ class Engine:
 
     def update(self, bucket: Bucket) -> None:
         """Updates a pending bucket when its mean has arrived."""
+        if self.sharing:
+            self.sharing.update(bucket)
         if not bucket.pending:
             return
         self.receive(bucket)
@@ -276,13 +295,17 @@ class Engine:
 
     def change_plan(self, plan: BucketPlan, *, late: bool) -> None:
         """Takes a plan and ends profiling; between two steps. The reducer's state belongs to the chunks so far."""
+        self.drain()
         if self.profiler is not None:
             self.profiler.close()
             self.profiler = None
         self.reduce.load_state_dict({})
-        self.late = self.late and late
+        self.late = self.late and (late or self.settings.shard)  # only the next forward can hide what is gathered
         self.key_prefix = "planned"
-        self.layout = self.lay_out(plan)
+        self.layout = self.lay_out(plan, ranks=self.comm.size if self.settings.shard else 1)
+        if self.settings.shard:
+            self.sharing = self.sharing or SharedUpdates(self.job, self.comm, self.full_precision)
+            self.sharing.share(self.layout)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, and the reducer's state."""

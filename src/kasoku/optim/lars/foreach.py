@@ -8,7 +8,7 @@ neither can (no C compiler, another dtype, memory with gaps), foreach operations
 
 import ctypes
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class Move(NamedTuple):
     state: dict[str, Any]
     keep: float
     rule: Rule
+    squares: Tensor | None = None  # of the two norms of the tensor that p is a slice of
 
 
 def step_cpu(moves: list[Move]) -> list[Move]:
@@ -74,10 +75,14 @@ def step_cpu(moves: list[Move]) -> list[Move]:
     left_out: list[Move] = []
     places, numbers, n = array("q"), array("d"), 0
     for move in moves:
-        p, g, state, keep, rule = move
+        p, g, state, keep, rule, squares = move
         if not (p.dtype == g.dtype == torch.float32 and is_dense(p)):
             left_out.append(move)
             continue
+        if squares is not None and rule.eta is not None:
+            w, g_norm = squares.sqrt().tolist()
+            ratio = rule.eta * w / (g_norm + rule.decay * w + rule.eps) if w and g_norm else 1.0
+            rule = replace(rule, rate=rule.rate * ratio, eta=None)
         n += p.numel()
         at = p.data_ptr(), g.data_ptr(), state["momentum_buffer"].data_ptr()
         places.extend((*at, p.numel(), rule.eta is not None))
@@ -106,7 +111,9 @@ def step_foreach(moves: list[Move]) -> None:
             f, d = [rule.rate] * len(same), [rule.d0 + rule.d1 * rule.rate] * len(same)
         else:
             wide = torch.float32 if params[0].device.type == "mps" else torch.float64  # all other devices have float64
-            w, g = torch.stack(torch._foreach_norm([*params, *grads], 2, wide)).view(2, len(same))
+            known = [move.squares for move in same if move.squares is not None]
+            own_norms = torch._foreach_norm([*params, *grads], 2, wide) if not known else ()
+            w, g = torch.stack(known, 1).sqrt() if known else torch.stack(own_norms).view(2, len(same))
             ratio = rule.eta * w / (g + rule.decay * w + rule.eps)
             scale = rule.rate * torch.where((w == 0) | (g == 0), 1.0, ratio)
             f, d = scale.to(exact).unbind(), (rule.d0 + rule.d1 * scale).to(exact).unbind()

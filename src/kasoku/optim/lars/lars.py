@@ -41,12 +41,15 @@ class LARS(torch.optim.Optimizer):
     """Momentum SGD whose groups with `layerwise=True` scale each tensor's step to its norm.
 
     All settings are keys of the parameter groups, so that techniques can change them. All state belongs to single
-    parameters. Each step reads the weights anew, so other code may write to them, also through `.data`.
+    parameters. Each step reads the weights anew, so other code may write to them, also through `.data`. A slice of a
+    tensor has in its state, as `squares`, the sums of squares of all weights and gradients of the tensor.
 
     Args:
         params: parameter groups; each may set any of the keys below, and `layerwise`.
         lr, momentum, nesterov, weight_decay, trust: as in `lars`, for groups that set none.
     """
+
+    slices = "norms"
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class LARS(torch.optim.Optimizer):
             rule = _rule(group)
             for p in group["params"]:
                 g = p.grad
-                if g is None or not p.numel():
+                if g is None or not (p.numel() or p in self.state):  # a slice may be empty
                     continue
                 state = self.state[p]
                 buffer = state.get("momentum_buffer")
@@ -89,7 +92,8 @@ class LARS(torch.optim.Optimizer):
                     keep *= group["lr"] / last if last else 1.0
                     state["lr"] = group["lr"]
                 g = g if g.stride() == p.stride() else laid_out_like(p, g)
-                alike.setdefault((p.device, p.dtype, g.dtype), []).append(Move(p, g, state, keep, rule))
+                move = Move(p, g, state, keep, rule, state.pop("squares", None))
+                alike.setdefault((p.device, p.dtype, g.dtype), []).append(move)
         for (device, *_), moves in alike.items():
             path, rest = _path(device), moves
             if path == "cpu":

@@ -109,7 +109,7 @@ def _move(  # noqa: PLR0913
 
 
 def step(moves: list[Move]) -> list[Move]:
-    """Updates tensors of one device and one pair of dtypes; returns those that are not dense or of no dtype in _TYPES.
+    """Updates tensors of one device and one pair of dtypes; returns slices, and those not dense or of other dtypes.
 
     Tensors that allow 16-byte accesses have launches of their own. This depends on each tensor alone, since it fixes
     the order of the tensor's sums.
@@ -118,8 +118,8 @@ def step(moves: list[Move]) -> list[Move]:
     parts: dict[bool, tuple[list[_Row], list[_Row]]] = {True: ([], []), False: ([], [])}
     left_out: list[Move] = []
     for move in moves:
-        p, g, state, keep, rule = move
-        if not (p.dtype in _TYPES and g.dtype in _TYPES and is_dense(p)):
+        p, g, state, keep, rule, squares = move
+        if squares is not None or not (p.dtype in _TYPES and g.dtype in _TYPES and is_dense(p)):
             left_out.append(move)
             continue
         size, w_at, g_at, v_at = p.numel(), p.data_ptr(), g.data_ptr(), state["momentum_buffer"].data_ptr()
