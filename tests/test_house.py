@@ -23,21 +23,21 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2157,
-    "optim": 1040,
-    "models": 867,
-    "device": 798,
-    "data": 4671,
-    "distributed": 5761,
-    "memory": 1942,
-    "tracking": 251,
-    "config": 1526,
-    "tune": 1667,  # forks of a warm process, and halving, in kasoku search
-    "simulate": 1401,
-    "report": 2264,
-    "training": 2765,
-    "commands": 1916,
-    "testing": 609,
+    "core": 2145,
+    "optim": 1047,
+    "models": 863,
+    "device": 795,
+    "data": 4620,
+    "distributed": 5929,  # sharded updates
+    "memory": 1930,
+    "tracking": 244,
+    "config": 1519,
+    "tune": 1648,  # forks of a warm process, and halving, in kasoku search
+    "simulate": 1391,
+    "report": 2229,
+    "training": 2704,
+    "commands": 1879,
+    "testing": 606,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
