@@ -1,10 +1,10 @@
 """The updates of a training, and its rates, weight decay and momentum over the epochs."""
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from kasoku.config.recipe import Recipe, checked
 from kasoku.core import InputError
@@ -39,12 +39,16 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
     if total < 1:
         raise InputError(f"batch={recipe.batch}, epochs={recipe.epochs:g}: not one update of {images:,} images")
     counts = [updates_in_epoch(recipe, images, epoch) for epoch in range(math.ceil(recipe.epochs))]
-    begins = np.cumsum([0, *counts])  # the first update of each epoch
-    numbers = np.array(sorted({*range(0, total, max(1, total // _POINTS)), total - 1}))
-    times, before = (np.interp(each, begins, np.arange(len(begins))) for each in (numbers, (numbers - 1).clip(0)))
+    begins = [*itertools.accumulate(counts, initial=0)]  # the first update of each epoch
+
+    def time(update: int) -> float:
+        epoch = bisect.bisect(begins, update) - 1
+        return epoch + (update - begins[epoch]) / counts[epoch]
+
     out = []
-    for update, epoch, previous in zip(numbers.tolist(), times.tolist(), before.tolist(), strict=True):
-        at, last = rate.at(group, epoch), rate.at(group, previous)
+    for update in sorted({*range(0, total, max(1, total // _POINTS)), total - 1}):
+        epoch = time(update)
+        at, last = rate.at(group, epoch), rate.at(group, time(max(0, update - 1)))
         momentum = group.get("momentum", group.get("betas", (None,))[0])
         if momentum is not None and group.get("form") == "mxnet" and update and last["lr"]:
             momentum = momentum * at["lr"] / last["lr"]
