@@ -198,16 +198,17 @@ class Snapshots:
         job = checkpointing.job
         if job.steps < self._due or checkpointing.state.over:
             return
-        values_s = self.spent_s + self._cost_s, self._cost_s, self._since_s - job.clock.now()
-        slowest = torch.tensor(values_s, dtype=torch.float64)
+        elapsed_s = job.clock.now() - self._since_s
+        slowest = torch.tensor([self.spent_s + self._cost_s, -elapsed_s], dtype=torch.float64)
         job.comm.all_reduce(slowest, op="max").wait()
-        with_next_s, next_s, negative_s = slowest.tolist()
-        needed_s, elapsed_s = with_next_s / _COST, -negative_s
+        needed_s, elapsed_s = float(slowest[0]) / _COST, -float(slowest[1])
         if elapsed_s >= needed_s:
             self.take(checkpointing)
-            needed_s += next_s / _COST
+            needed_s += self._cost_s / _COST
         step_s = elapsed_s / (job.steps - self._first)
-        self._due = job.steps + max(1, min(1_000_000, ceil((needed_s - elapsed_s) / step_s)))
+        steps = torch.tensor([max(1, min(1e6, ceil((needed_s - elapsed_s) / step_s)))], dtype=torch.float64)
+        job.comm.all_reduce(steps, op="max").wait()
+        self._due = job.steps + int(steps)
 
     def take(self, checkpointing: Checkpointing, *, alone: bool = False) -> None:
         """Makes a copy. Collective; drains. With `alone` neither."""
