@@ -23,20 +23,20 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2145,
+    "core": 2147,
     "optim": 1047,
     "models": 863,
     "device": 795,
-    "data": 4620,
+    "data": 4625,
     "distributed": 5929,  # sharded updates
     "memory": 1930,
     "tracking": 244,
-    "config": 1519,
+    "config": 1523,
     "tune": 1648,  # forks of a warm process, and halving, in kasoku search
     "simulate": 1391,
     "report": 2229,
-    "training": 2704,
-    "commands": 1879,
+    "training": 2706,
+    "commands": 1887,
     "testing": 606,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -41,8 +41,10 @@ class Stopwatch:
 
     def synchronize(self) -> float:
         """Waits for the device; the host's time then."""
-        if self.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(self.device)
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
         return self.clock.now()
 
 

@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kasoku.core import Batch, Comm, InputError, Job
+from kasoku.core import Batch, Comm, InputError, Job, Work
 from kasoku.data import Loader
 from kasoku.distributed.async_sgd.asynchronous import Exchange
 from kasoku.distributed.consensus import ReportedElsewhereError, raise_on_all_ranks
@@ -251,7 +251,7 @@ class BatchBarrier:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self._work: Any = None  # the exchange under way
+        self._work: Work | None = None  # the exchange under way
         self._values = torch.zeros(0)
         self._batch = self._started = self._sure = 0  # numbers: this batch, that of the exchange, the last sure one
 
@@ -282,7 +282,8 @@ class BatchBarrier:
         self._work, self._started = self.comm.all_reduce(self._values, op="max"), self._batch
 
     def _finish(self) -> bool:
-        self._work.wait()
+        if self._work:
+            self._work.wait()
         failed, fewest = self._values.tolist()
         self._work, self._sure = None, self._started - int(fewest)
         return not failed

@@ -78,7 +78,7 @@ class RunState:
         self.activity: Activity = self.job.comm.activity or Activity(0.0)
         self.activity.hang_timeout_s = self.recipe.device.hang_timeout_s
         self.activity.stacks_file = run.path / "hang.txt" if run else None
-        self.progress = Progress()
+        self.progress = Progress(last_evaluation=self.job.progress)
         self.last_checkpoint = ""  # as messages name it
         self.target_reached = False  # so that the training ends
         self.mark_position()

@@ -137,7 +137,8 @@ def split_off(
         keys = keys or [f"{label}/{whole.name(i)}" for i, label in enumerate(labels)]
         test_N = held_out(keys, labels, validation, seed)
     if not test_N.any():
-        raise InputError(f"{where}: no class has two images, so none can be split off for validation; add a part val")
+        mend = "add a part val (in a folder of photos: val/)"
+        raise InputError(f"{where}: no class has two images, so none can be split off for validation; {mend}")
     return whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N)), whole if undivided else None
 
 

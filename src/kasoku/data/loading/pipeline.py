@@ -71,8 +71,10 @@ class Pipeline(Checked):
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        """Raises InputError where the augmentation does not fit the images."""
+        """Raises InputError where training images do not fit their augmentation."""
         super().__post_init__()
+        if not self.train:
+            return
         augment, dataset, side = self.augment, self.dataset, min(self.dataset.image_size)
         if augment.translate >= side:
             raise InputError(f"translate={augment.translate}: at most {side - 1} for images of {side} pixels")
@@ -118,7 +120,9 @@ class Pipeline(Checked):
 
     @property
     def first_part(self) -> int:
-        """The number of this rank's first part among the parts that all ranks take of a batch; only with `at_once`."""
+        """The number of this rank's first part among the parts that all ranks take of a batch."""
+        if not self.at_once:
+            return self.rank * self.parts
         return self.batch * sum(self.shares[: self.rank]) // (sum(self.shares) * self.at_once)
 
     def __len__(self) -> int:
