@@ -156,9 +156,8 @@ class _Iteration:
         self.read = executor.cached if pipeline.keeps_decoded else executor.split.read
         self.vary = pipeline.vary if pipeline.varies_in_threads else None
         self.varied_s: deque[float] = deque()  # seconds of threads, not yet in the trace
-        make: Any = torch.cuda.Stream  # copies have a stream of their own, so that computing goes on meanwhile
-        self.stream = make(self.device) if self.device.type == "cuda" else None
-        self.copies_ahead = self.stream is not None
+        self.copies_ahead = self.device.type == "cuda"  # on a stream of their own, so that computing goes on meanwhile
+        self.stream: Any = torch.cuda.Stream(self.device) if self.copies_ahead else None  # type: ignore[no-untyped-call]
 
     def batches(self, indices: Iterator[torch.Tensor]) -> RawBatches:
         """The batches of these indices. Nothing but `moving` refers to a batch that was sent to the device, so its
