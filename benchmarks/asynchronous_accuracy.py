@@ -132,7 +132,7 @@ def train(comm: Comm, dataset: Any, asked: argparse.Namespace, side: str, seed: 
     loss = functools.partial(cross_entropy, smoothing=0.2)
     job = Job(model, optimizer, loader=batches, loss=loss, comm=comm)
     course = Rate(Linear(epochs=asked.epochs))
-    varied = Augment(flip="random", translate=2), LowResolution(side=24, until=0.75 * asked.epochs)
+    varied = Augment(flip="random", translate=2), LowResolution(side=24, until=0.75, epochs=asked.epochs)
     job.apply(*choose(Device(threads=1)).techniques, course, *varied, techniques(asked)[side])
     draw, alone, steps = random.Random(1000 * seed + comm.rank), 0, 0
     asynchronous = side.startswith("async") and comm.size > 1

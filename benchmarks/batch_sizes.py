@@ -57,7 +57,7 @@ class Form:
         return [optimizer, f"batch={batch}", f"epochs={self.epochs}", f"seed={seed}", "evaluate.every=100"]
 
 
-SHORT = Form(12_288, 10, (256, 768, 1536), (1.0,))
+SHORT = Form(12_288, 8, (256, 768, 1536), (1.0,))
 
 
 def chosen(form: Form, tried: dict[tuple[str, int, float], Trained]) -> dict[tuple[str, int], float]:

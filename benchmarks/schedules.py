@@ -12,7 +12,7 @@ best settings then train with each seed.
 arc_cotangent_minus_best_other: points of top-1 of the test images, the mean over seeds, with its paired 95 % interval
 from 3 seeds on. The other schedule is the one of the highest mean on the test images, a choice that favours the
 others.
---short: 12,288 images, 96 updates of 768 images, 3 trials for each schedule, one seed.
+--short: 12,288 images, 80 updates of 768 images, 3 trials for each schedule, one seed.
 """
 
 import json
@@ -55,7 +55,7 @@ class Form:
         return [schedule, f"data.root={root}", f"batch={self.batch}", f"epochs={self.epochs}", "evaluate.every=100"]
 
 
-SHORT, SHORT_TRIALS = Form(12_288, 768, 6), 3
+SHORT, SHORT_TRIALS = Form(12_288, 768, 5), 3
 
 
 def best_settings(search: Mapping[str, Any]) -> tuple[list[str], float]:

@@ -13,7 +13,7 @@ recalibration_points: statistics measured before the evaluation (Recalibrate) ag
 epochs.
 The last two also as ..._midway: the mean over the evaluations before the turn of the rate, whose weights still move
 far.
---short: 12,288 images, batch 768, 10 epochs, one seed.
+--short: 12,288 images, batch 768, 8 epochs, one seed.
 """
 
 import statistics
@@ -31,7 +31,7 @@ SIDES = {
     "without_averages": ["norm_average=0"],
 }
 SHORT_IMAGES = 12_288
-SHORT = ["batch=768", "epochs=10", "evaluate.every=2"]
+SHORT = ["batch=768", "epochs=8", "evaluate.every=2"]
 TURN = 0.7  # of the training: before the fall of the rate
 EVERY = 4  # updates between points of the rate
 
