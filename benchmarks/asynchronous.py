@@ -195,12 +195,12 @@ def emulated48(arguments: argparse.Namespace) -> None:
 def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any, alone: float) -> dict[str, Any]:
     """What the synchronous engine gains with as many workers, and what the workers bear at most."""
     most, sync = max(arguments.workers), Overlap(technique.buckets, next_forward=False)
-    extra = {"sleep_s": arguments.sleep, "steps": WARM + 4}
-    found = forked(most, lambda comm: paced(comm, model, sync, **extra), limit_s=300)
+    found = forked(most, lambda comm: paced(comm, model, sync, sleep_s=arguments.sleep, steps=WARM + 4), limit_s=300)
     figures: dict[str, Any] = {f"sync_speedup_{most}": round(rate(found) / alone, 2)}
     if not arguments.brief:
-        extra = {"sleep_s": 0.0, "steps": arguments.steps}
-        found = forked(most, lambda comm: paced(comm, model, technique, **extra), limit_s=300)
+        found = forked(
+            most, lambda comm: paced(comm, model, technique, sleep_s=0.0, steps=arguments.steps), limit_s=300
+        )
         bears = rate(found)  # exchanges a second when nobody computes
         figures |= {"exchanges_per_s_at_most": round(bears, 2), "sleep_at_40": round(40 / bears, 3)}
     return figures
@@ -209,7 +209,9 @@ def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--case", choices=sorted(OWN), default="emulated48")
-    parser.add_argument("--brief", action="store_true", help="emulated48: without sleep_at_40")
+    parser.add_argument(
+        "--brief", action="store_true", help="emulated48: without what the workers exchange at most, and sleep_at_40"
+    )
     parser.add_argument("--wire", choices=sorted(CODECS), default="fp32", help="emulated48")
     parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
     parser.add_argument(
