@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1047,
     "models": 863,
     "device": 795,
-    "data": 4625,
+    "data": 4630,
     "distributed": 5929,  # sharded updates
     "memory": 1930,
     "tracking": 244,

@@ -1,5 +1,7 @@
 """A batch that grows: every image once an epoch, progress in epochs, resumed to the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,11 +15,11 @@ from kasoku.optim import Rate, sgd
 GROWTH = GrowBatch(StepDecay(milestones=(1, 2), gamma=2))  # 100, 200, 400 of 1,437 images: 14, 7, 3 updates
 
 
-def job_on(parts: int = 1) -> Job:
+def job_on(parts: int = 1, growth: GrowBatch = GROWTH) -> Job:
     torch.manual_seed(0)
     batches = loader(digits(), "train", 100, seed=2, parts=parts)
     job = Job(cifarnet(in_channels=1, widths=(8, 8)), sgd, loader=batches, accumulate=parts)
-    return job.apply(GROWTH, Rate(Linear(epochs=4)))
+    return job.apply(growth, Rate(Linear(epochs=4)))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -32,6 +34,13 @@ def test_the_batch_follows_the_schedule_and_the_progress_the_epochs(parts: int):
     assert [seen[i][2] for i in (13, 20, 23)] == [1.0, 2.0, 3.0]
     assert seen[24][2] == pytest.approx(3 + 1 / 3)
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 - job.progress / 4))
+
+
+def test_a_part_grows_as_far_as_it_may():
+    job = job_on(2, replace(GROWTH, at_once=100))  # of 50 images at first
+    seen = []
+    train(job, 22, each=lambda: seen.append((job.plain_loader.batch, job.plain_loader.parts, job.accumulate)))
+    assert seen == [(100, 2, 2)] * 14 + [(200, 2, 2)] * 7 + [(400, 4, 4)]
 
 
 @pytest.mark.parametrize("stop", [5, 14, 17, 24])

@@ -17,18 +17,20 @@ from kasoku.data.loading.loader import Loader
 class GrowBatch(Technique, stage=Stage.DATA, in_sandbox=False):
     """Multiplies the batch by a schedule's value at the start of each epoch.
 
-    What a device takes at once stays as it is: more parts are accumulated for an update. The rate has its own
-    schedule and is left alone.
+    More parts are accumulated for an update; with `at_once` the parts grow first. The rate has its own schedule and is
+    left alone.
 
     Args:
         schedule: epoch -> factor on the batch; the nearest whole number is taken, at least 1.
+        at_once: images up to which a device's part may grow, 0 or more; 0: parts stay as large as they are.
 
     Saves: updates, and with them communication; a larger batch late replaces a decay of the rate.
-    Costs: nothing that can be measured.
+    Costs: nothing that can be measured; with `at_once` the memory of larger parts.
     Ref: Smith et al. 2018 (arXiv 1711.00489); [000]'s references 4 (Ying et al. 2018) and 9 (Mikami et al. 2018).
     """
 
     schedule: Schedule = StepDecay(milestones=(1 / 3, 2 / 3), gamma=2.0)  # noqa: RUF009 - frozen
+    at_once: Annotated[int, Range("images, or 0 for parts of one size", at_least=0)] = 0
 
     def over(self, epochs: float) -> Technique:
         return replace(self, schedule=self.schedule.over(epochs))
@@ -37,7 +39,7 @@ class GrowBatch(Technique, stage=Stage.DATA, in_sandbox=False):
         return max(1, round(self.schedule(epoch)))
 
     def apply(self, job: Job) -> None:
-        growing = _Growing(job, own_loader(job, self))
+        growing = _Growing(job, own_loader(job, self), self.at_once)
 
         def grown(batches: Iterable[Batch]) -> Iterator[Batch]:
             growing.resize(self.batch_factor(math.floor(job.progress + 1e-9)))
@@ -49,8 +51,8 @@ class GrowBatch(Technique, stage=Stage.DATA, in_sandbox=False):
 
 
 class _Growing:
-    def __init__(self, job: Job, loader: Loader) -> None:
-        self.job, self.loader = job, loader
+    def __init__(self, job: Job, loader: Loader, at_once: int) -> None:
+        self.job, self.loader, self.at_once = job, loader, at_once
         self.first, self.factor = (loader.batch, loader.parts, job.accumulate), 1
 
     def resize(self, factor: int) -> None:
@@ -69,8 +71,12 @@ class _Growing:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.factor = int(state["factor"])
-        batch, parts, self.job.accumulate = (n * self.factor for n in self.first)
-        self.loader.configure(batch=batch, parts=parts)
+        batch, parts, accumulate = self.first
+        part = batch // parts // self.loader.size
+        most = max(1, self.at_once // part)
+        larger = max(n for n in range(1, most + 1) if self.factor % n == 0)
+        self.job.accumulate = accumulate * self.factor // larger
+        self.loader.configure(batch=batch * self.factor, parts=parts * self.factor // larger)
 
 
 @dataclass(frozen=True)
