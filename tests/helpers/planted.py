@@ -54,7 +54,7 @@ class Slow(Net):
 
 @dataclass
 class Planted:
-    """Measures sizes by a curve of seconds a step; `tried` tells which. `brief`: a look takes five steps.
+    """Measures sizes by a curve of seconds a step; `tried` tells which. `brief`: a look takes four steps.
 
     `noise`: the gradient noise scale, by which branches learn; None: they do not. `trained` tells which.
 

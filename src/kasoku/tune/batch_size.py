@@ -51,7 +51,7 @@ def tune_batch_size(
 
     Steps run on copies of the job's model and optimizer, with its techniques, loss and data. The first step of a size
     is not counted; its time is the median of the next 20, or of as many as the time left permits. TimeToTarget and
-    Throughput time a size for five steps, and again, as often as a decision needs it, up to 20. The rate rises from
+    Throughput time a size for four steps, and again, as often as a decision needs it, up to 20. The rate rises from
     near 0 to its value after the warm-up; branches have rates that follow the batch. Afterwards model, optimizer,
     random states, statistics and data order are as before, bit for bit. All ranks get the same result.
 

@@ -17,7 +17,7 @@ from kasoku.distributed.environment import place
 
 _SHARE = 0.9  # of the free memory may be used; the rest is for other processes and for errors of the forecast
 _SHORT = r"out of memory|can('|no)t allocate memory|cu(dnn|blas)_status_alloc_failed|cudnn_status_not_supported"
-STEPS, BRIEF = 20, 5  # timed steps of a size: in full, in a brief measurement
+STEPS, BRIEF = 20, 4  # timed steps of a size: in full, in a brief measurement
 _SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
 _MEDIAN = 1.2533  # standard error of a median, in sigma / sqrt(n)
 

@@ -10,8 +10,8 @@ and one below that. A cliff within the gap does not change that: the best size i
 Note: no more steps than a decision needs. The first measurement of a size is brief. When no gap is left, the best size
 and the one that may exceed it by most are measured again in turns, so that other load on the machine affects both. This
 ends when no size may exceed the best by much more than `least_gain`, when all such sizes have all their steps, or when
-it has taken as long as the first measurements (for steps that stall at times). A spread that is small by chance is not
-trusted: every size has at least the typical spread.
+it has taken half as long as the first measurements (for steps that stall at times). A spread that is small by chance is
+not trusted: every size has at least the typical spread.
 """
 
 import math
@@ -32,7 +32,7 @@ _POINTS = 32  # of a gap at which gains are computed
 _SAME = 0.005  # the loss at which a smaller size is still preferred
 _SETTLED = 1.25  # times the least gain: the search is settled when no other size may gain more
 _SURE = 2  # standard errors
-_AGAIN = 1.0  # time for repeated measurements, as a multiple of that for first ones
+_AGAIN = 0.5  # time for repeated measurements, as a multiple of that for first ones
 _CHECK_EVERY = 5  # loops between two tests of convergence
 _MAX_LOOPS = 100
 _MAX_STEP = 10  # multiples by which a size grows at most
@@ -226,7 +226,7 @@ class Throughput(Checked):
         least_gain: a size with a smaller expected gain (a share) is not tried.
 
     Saves: most of an exhaustive sweep's time; see the Notes of this file.
-    Costs: six steps each of four to ten sizes, and as many more of sizes whose order is uncertain.
+    Costs: five steps each of four to ten sizes, and half as many more of sizes whose order is uncertain.
     Maths: a step takes a + c * b seconds between cliffs. A smaller size that loses at most half a percent to a larger
         one is chosen.
     """
