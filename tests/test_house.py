@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2147,
+    "core": 2256,  # settings that are chosen again
     "optim": 1047,
     "models": 863,
     "device": 795,

@@ -7,6 +7,7 @@ from kasoku.core.job import Job
 from kasoku.core.job_state import Batch, Hyper, Stateful
 from kasoku.core.limits import Checked, Range, checked
 from kasoku.core.local_threads import DeadlockError, Threads
+from kasoku.core.retuning import Retuner
 from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, StepDecay
 from kasoku.core.technique import Stage, Technique
 from kasoku.core.trace import Span, Trace
@@ -27,6 +28,7 @@ __all__ = [
     "Linear",
     "Polynomial",
     "Range",
+    "Retuner",
     "Schedule",
     "Solo",
     "Span",
