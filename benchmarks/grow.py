@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=20_000, help="of training (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--budget", type=float, default=40, help="seconds of a search (default: %(default)s)")
-    parser.add_argument("--base", type=int, default=32, choices=SIZES, help="the first batch of the growing side")
+    parser.add_argument("--base", type=int, default=64, choices=SIZES, help="the first batch of the growing side")
     arguments = parse(parser)
     dataset = dataset_of(arguments.data, arguments.images)
     test = loader(dataset, "test", 1000)

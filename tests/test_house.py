@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2256,  # settings that are chosen again
-    "optim": 1047,
-    "models": 863,
-    "device": 795,
-    "data": 4630,
-    "distributed": 5929,  # sharded updates
+    "core": 2244,  # settings that are chosen again
+    "optim": 1036,
+    "models": 844,
+    "device": 786,
+    "data": 4678,
+    "distributed": 6032,  # sharded updates
     "memory": 1930,
     "tracking": 244,
     "config": 1523,
-    "tune": 1648,  # forks of a warm process, and halving, in kasoku search
-    "simulate": 1391,
-    "report": 2229,
-    "training": 2706,
+    "tune": 1640,  # forks of a warm process, and halving, in kasoku search
+    "simulate": 1383,
+    "report": 2253,
+    "training": 2716,
     "commands": 1887,
     "testing": 606,
 }

@@ -23,7 +23,7 @@ from kasoku.distributed import AllReduce, Overlap, PerLayer
 from kasoku.distributed.ddp.cost_model import LinkModel, UnitTimes
 from kasoku.distributed.startup import Start
 from kasoku.optim import sgd
-from kasoku.report import Ledger, StepFacts, Timed
+from kasoku.report import Ledger, LiveVerdict, StepBottleneck, StepFacts, Timed
 from kasoku.report.ledger import STEP, Steps
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,6 +96,33 @@ def test_rows_are_exact_on_a_virtual_clock_and_sum_to_the_wall(accumulate: int):
     wanted = {row: accumulate * s for row, s in median.items()} | {"update": 0.25, "other": 0.125}
     assert ledger.steps.step_s() == dict.fromkeys(STEP, 0.0) | wanted
     assert ledger.training_s() == pytest.approx(28 + 0.375 * steps)
+
+
+def test_the_latest_steps_have_a_verdict_of_their_own():
+    job, clock = virtual_job(8)
+    live, verdicts = LiveVerdict(Ledger(job.trace, started=0.0)), []
+    for i, (x, y) in enumerate(job.loader):
+        job.loss(job.model(x), y).backward()
+        job.optimizer.step()
+        clock.advance(5.0 if i > 4 else 0.0)
+        if i in (3, 7):
+            verdicts.append(live.judge(lambda: FACTS)[0])
+    assert [verdict.cause for verdict in verdicts] == ["input-bound", "loop-bound"]
+    assert verdicts[0].share == pytest.approx(0.5 / 3.75, abs=1e-4)
+    assert live.judge(lambda: FACTS) == (None, False), "it is not due"
+
+
+def test_a_live_verdict_is_shown_when_it_differs_twice(monkeypatch: pytest.MonkeyPatch):
+    job, clock = virtual_job(8)
+    live, causes = LiveVerdict(Ledger(job.trace, started=0.0)), iter("abbbabbaa")
+    named = lambda *_: [StepBottleneck(next(causes), 0.5, "", "")]  # noqa: E731
+    monkeypatch.setattr("kasoku.report.ledger.find_bottlenecks", named)
+    shown = []
+    for _ in range(9):
+        clock.advance(20.0)
+        job.trace.follower.end()
+        shown.append(live.judge(lambda: FACTS)[1])
+    assert shown == [False, False, True, False, False, False, False, False, True]
 
 
 def test_waiting_is_taken_off_its_phase_and_spans_without_a_row_are_not():

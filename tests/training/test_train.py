@@ -20,6 +20,8 @@ from helpers.forked import Forked
 from helpers.started import clean, forked
 from kasoku.cli import main
 from kasoku.core import InputError
+from kasoku.report import StepBottleneck
+from kasoku.training import metrics
 from kasoku.training.run_folder import finished, load_recipe
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
@@ -206,6 +208,15 @@ def test_resuming_with_more_epochs_stretches_the_schedule(tmp_path, capsys):
     later = [(epoch, lr) for epoch, lr in points if epoch > 2]
     assert later
     assert [lr for _, lr in later] == pytest.approx([peak * (1 - epoch / 4) for epoch, _ in later], rel=1e-2)
+
+
+def test_what_holds_up_the_latest_steps_is_shown_and_in_the_metrics(tmp_path, capsys, monkeypatch):
+    verdict = StepBottleneck("input-bound", 0.25, "", "")
+    monkeypatch.setattr(metrics.LiveVerdict, "judge", lambda self, facts: (verdict, facts().batch == 64))
+    assert train(str(RECIPE), "--set", "epochs=1", "--set", "device.threads=1", "--out", str(tmp_path / "run")) == 0
+    assert "held up now: input-bound, 25% of a step of rank 0" in "".join(capsys.readouterr())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line.get("held_up/input-bound") for line in lines if "loss" in line} == {0.25}
 
 
 def test_a_run_folder_whose_recipe_pins_the_schedule_keeps_it(tmp_path, capsys):

@@ -1,107 +1,125 @@
-"""When a setting that was chosen from measurements is chosen again, and whether the new choice stays."""
+"""Settings that are chosen again in a running training, when what they were chosen for has drifted.
 
+Note: no oscillation. Drift is seen in two windows of steps in a row, on the same side. A change is judged by the steps
+after it, and taken back if it brought nothing; then the next one waits twice as many windows as the last.
+"""
+
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-_DRIFT = math.log(1.15)  # of a measured value from its reference
-_NOISE = 3  # times the usual distance from the reference is no drift either
-_FIRST, _MOST, _RECENT = 3, 8, 16  # windows: of a reference, at least and at most; of the noise
+import torch
+
+from kasoku.core.clock import Stopwatch
+from kasoku.core.errors import say
+from kasoku.core.job import Job
+
+_WINDOW = 15  # steps
+_REFERENCE = 3  # windows
 _WORTH = 0.98  # of the step before a change: the change stays
 _LONGEST_PAUSE = 64  # windows
+_STATE = ("reference", "sides", "changes", "judging", "wait", "pause", "before", "step_s")  # plain values
 
 
-@dataclass
-class Retuner:
-    """Follows values that a setting was chosen for, such as the speed of a link, window by window of some steps.
+class Adaptive:
+    """A setting that all ranks choose again together. A subclass has `name`, `values`, `choose` and `take`; and it may
+    have `drift`, beyond which a value is far from its reference, and `expected` values as the reference.
 
-    Drift: a value is more than 15 % above or below its reference, the mean of the first windows, in two windows in a
-    row; where the values are noisy, more than three times their usual distance. Then the owner chooses the setting
-    again. The second window after a change, or a later one without drift, judges it: it stays if a step takes at most
-    0.98 of the time before. After a change that was taken back, and where nothing better was found, the next choice
-    waits for 1 window, then 2, 4, and at most 64; a change that stays ends this.
-
-    Not collective: feed all ranks equal values (means or maxima over ranks), then all decide alike. The values must not
-    depend on the setting. All attributes are plain values, for checkpoints.
-
-    Args:
-        name: of the setting, in the plural: "buckets".
+    Attributes: `changes`: of each, what it was, and the milliseconds of a step before and after it. `before`: the
+    setting before the last one, as plain values.
     """
 
-    name: str
-    reference: list[list[float]] = field(default_factory=list)  # the values of windows without drift
-    last: list[float] = field(default_factory=list)
-    sides: list[int] = field(default_factory=list)  # of each value in the last window: -1, 0, 1
-    noise: list[float] = field(default_factory=list)
-    step_s: float = 0.0
-    windows: int = 0
-    judging: int = 0  # windows until the verdict; 0: there is no change to judge
-    wait: int = 0  # windows until the setting may be chosen again
-    pause: int = 1  # the next such wait
-    changes: list[dict[str, Any]] = field(default_factory=list)  # kept: None where no verdict was possible
-    line: str = ""  # the last verdict
+    name = ""  # of the setting, in the plural
+    drift = 1.15
+    expected: Sequence[float] = ()  # empty: those of the first windows after each choice
 
-    def check(self, measured: Sequence[float], step_s: float) -> Literal["", "retune", "keep", "undo"]:
-        """Ends a window; returns what its owner should do now. After "retune" the owner calls `changed`."""
-        self.windows, self.step_s = self.windows + 1, step_s
-        before, self.sides = self.sides, self._sides(measured)
-        last, self.last = self.last, list(measured)
-        if len(self.reference) < _FIRST or (len(self.reference) < _MOST and not any(self.sides)):
-            self.reference.append(self.last)
-        if not self.wait and any(a == b != 0 for a, b in zip(before, self.sides, strict=False)):
-            self.reference, self.sides, self.judging = [last, self.last], [], 0
-            return "retune"
-        self.wait = max(0, self.wait - 1)
-        if self.judging > 1:
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job, self.watch = job, Stopwatch(job.clock, device)
+        self.moments: list[Any] = [self.watch.moment()]  # the ends of the window's steps, its begin included
+        self.reference: list[Sequence[float]] = []  # the values of the first windows since the last choice
+        self.sides: list[int] = []  # of each value in the last window: 1 far above the reference, -1 far below
+        self.changes: list[dict[str, Any]] = []
+        self.judging = self.wait = 0  # windows until the verdict; until the setting may be chosen again
+        self.pause = 1  # the next such wait
+        self.before: Any = None
+        self.step_s = 0.0  # of the last window
+
+    def own(self) -> float:
+        """This rank's measurement of a window that ends."""
+        return 0.0
+
+    def values(self, step_s: float, owns: Sequence[float]) -> Sequence[float]:
+        """What is watched for drift, from the step and all ranks' measurements."""
+        raise NotImplementedError
+
+    def choose(self, owns: Sequence[float]) -> None:
+        """Chooses again, now or after further steps; then calls `chosen`. Collective."""
+        raise NotImplementedError
+
+    def take(self, setting: Any) -> None:
+        """Goes back to a setting, as plain values. Collective."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """After a step; with each 15th a window ends. Collective."""
+        self.moments.append(self.watch.moment())
+        if self.job.steps % _WINDOW:
+            return
+        self.watch.synchronize()
+        own_s = statistics.median(itertools.starmap(self.watch.seconds, itertools.pairwise(self.moments)))
+        steps_s, owns = zip(*self.job.comm.gather_objects((own_s, self.own())), strict=True)
+        self.moments, self.step_s = self.moments[-1:], statistics.fmean(steps_s)
+        values = self.values(self.step_s, owns)
+        if self.judging:
             self.judging -= 1
-        elif self.judging and not any(self.sides):
-            self.judging = 0
-            return self._verdict()
-        return ""
-
-    def changed(self, what: str) -> None:
-        """The owner has chosen the setting again: in words; empty if it found nothing better."""
-        if what:
-            change = {"what": what, "window": self.windows, "before_ms": 1000 * self.step_s}
-            self.changes.append({**change, "after_ms": None, "kept": None})
-            self.judging = 2
+            if not self.judging:
+                self._judge()
+        elif not self.expected and len(self.reference) < _REFERENCE:
+            self.reference.append(values)
+        elif self._has_drifted(values) and not self.wait:
+            self.choose(owns)
         else:
-            self._pause()
+            self.wait = max(0, self.wait - 1)
 
-    def _sides(self, measured: Sequence[float]) -> list[int]:
-        """For each value: 1 far above the reference, -1 far below, 0 near it; nothing while there is no reference."""
-        if len(self.reference) < _FIRST:
-            return []
-        means = (statistics.fmean(column) for column in zip(*self.reference, strict=True))
-        drifts = [math.log(max(x, 1e-9) / max(mean, 1e-9)) for x, mean in zip(measured, means, strict=True)]
-        limit = max(_DRIFT, _NOISE * statistics.median(self.noise or [0.0]))
-        sides = [0 if abs(drift) <= limit else 1 if drift > 0 else -1 for drift in drifts]
-        if not any(sides):
-            self.noise = [*self.noise, max(map(abs, drifts))][-_RECENT:]
-        return sides
+    def chosen(self, what: str, before: Any = None) -> None:
+        """A new choice was made: in words, and the setting before it; empty words if there is nothing better."""
+        self.reference, self.sides, self.moments = [], [], [self.watch.moment()]
+        if not what:
+            self._wait_longer()
+            return
+        self.before, self.judging = before, 2  # the first window settles
+        self.changes.append({"what": what, "before_ms": 1000 * self.step_s, "after_ms": None, "kept": None})
+        say(f"{self.name}: {what}, since a step takes {1000 * self.step_s:.1f} ms", self.job.comm.rank)
 
-    def _verdict(self) -> Literal["keep", "undo"]:
+    def _judge(self) -> None:
         change, after_ms = self.changes[-1], 1000 * self.step_s
         kept = after_ms <= _WORTH * change["before_ms"]
         change.update(after_ms=after_ms, kept=kept)
-        ends = f"the new {self.name} stay" if kept else f"the old {self.name} are back"
-        self.line = f"a step takes {after_ms:.1f} ms instead of {change['before_ms']:.1f}: {ends}"
         if kept:
             self.pause = 1
-            return "keep"
-        self._pause()
-        return "undo"
+        else:
+            self.take(self.before)
+            self._wait_longer()
+        ends = "they stay" if kept else "the old ones are back"
+        took = f"a step takes {after_ms:.1f} ms with the new {self.name}, {change['before_ms']:.1f} before"
+        say(f"{took}: {ends}", self.job.comm.rank)
 
-    def _pause(self) -> None:
+    def _wait_longer(self) -> None:
         self.wait, self.pause = self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
 
+    def _has_drifted(self, values: Sequence[float]) -> bool:
+        expected = self.expected or [statistics.fmean(column) for column in zip(*self.reference, strict=True)]
+        drifts = [math.log(max(x, 1e-9) / max(mean, 1e-9)) for x, mean in zip(values, expected, strict=True)]
+        limit, before = math.log(self.drift), self.sides
+        self.sides = [(drift > limit) - (drift < -limit) for drift in drifts]
+        return any(a == b != 0 for a, b in zip(before, self.sides, strict=False))
+
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain values."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was called."""
-        vars(self).update(deepcopy(state))
+        """Goes on where the state was taken; `moments` begin anew."""
+        vars(self).update({name: state[name] for name in _STATE})
+        self.moments = [self.watch.moment()]

@@ -9,15 +9,6 @@ from kasoku.device.seeding import Seeded
 from kasoku.device.select import Chosen, Device, choose, tune_malloc
 
 __all__ = [
-    "Autocast",
-    "ChannelsLast",
-    "Chosen",
-    "Compile",
-    "CpuKernels",
-    "Device",
-    "Graphs",
-    "LossScale",
-    "Seeded",
-    "choose",
-    "tune_malloc",
-]
+    "Autocast", "ChannelsLast", "Chosen", "Compile", "CpuKernels", "Device", "Graphs", "LossScale", "Seeded",
+    "choose", "tune_malloc",
+]  # fmt: skip

@@ -11,22 +11,6 @@ from kasoku.distributed.replay import Replay
 from kasoku.distributed.torch_comm import TorchComm
 
 __all__ = [
-    "AllReduce",
-    "Asynchronous",
-    "Fixed",
-    "Graded",
-    "Hierarchical",
-    "LowRank",
-    "Mean",
-    "OneBucket",
-    "Overlap",
-    "PerLayer",
-    "Planned",
-    "Policy",
-    "Recalibrate",
-    "Reducer",
-    "Replay",
-    "TorchComm",
-    "VirtualRanks",
-    "Wire",
-]
+    "AllReduce", "Asynchronous", "Fixed", "Graded", "Hierarchical", "LowRank", "Mean", "OneBucket", "Overlap",
+    "PerLayer", "Planned", "Policy", "Recalibrate", "Reducer", "Replay", "TorchComm", "VirtualRanks", "Wire",
+]  # fmt: skip

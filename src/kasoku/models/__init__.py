@@ -9,26 +9,7 @@ from kasoku.models.resnet import cifar_resnet18, cifar_resnet50, resnet18, resne
 from kasoku.models.vgg import cifar_vgg16, cifar_vgg16_bn, vgg16, vgg16_bn
 
 __all__ = [
-    "Pretrained",
-    "alexnet",
-    "check_fits",
-    "cifar_resnet18",
-    "cifar_resnet50",
-    "cifar_vgg16",
-    "cifar_vgg16_bn",
-    "cifarnet",
-    "cnn4",
-    "cnn11",
-    "fill",
-    "freeze",
-    "huggingface",
-    "load",
-    "read",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "vgg16",
-    "vgg16_bn",
-]
+    "Pretrained", "alexnet", "check_fits", "cifar_resnet18", "cifar_resnet50", "cifar_vgg16", "cifar_vgg16_bn",
+    "cifarnet", "cnn4", "cnn11", "fill", "freeze", "huggingface", "load", "read", "resnet18", "resnet34", "resnet50",
+    "resnet101", "resnet152", "vgg16", "vgg16_bn",
+]  # fmt: skip

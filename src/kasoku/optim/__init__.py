@@ -9,16 +9,5 @@ from kasoku.optim.lr_schedule import Rate
 from kasoku.optim.muon import Muon, SGDSettings, muon
 
 __all__ = [
-    "EMA",
-    "LARS",
-    "Clip",
-    "Muon",
-    "Rate",
-    "SGDSettings",
-    "Trust",
-    "adamw",
-    "cross_entropy",
-    "lars",
-    "muon",
-    "sgd",
-]
+    "EMA", "LARS", "Clip", "Muon", "Rate", "SGDSettings", "Trust", "adamw", "cross_entropy", "lars", "muon", "sgd",
+]  # fmt: skip

@@ -14,7 +14,7 @@ among the rows as the device's time was.
 import itertools
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from kasoku.core import Batch, Clock, Comm, Job, Span, Stage, Technique, Trace
-from kasoku.report.bottleneck import StepFacts, find_bottlenecks
+from kasoku.report.bottleneck import StepBottleneck, StepFacts, find_bottlenecks
 
 Document = Mapping[str, Any]
 STEP = ("input", "copy", "transforms", "forward", "backward", "exposed", "update", "other")  # the rows of a step
@@ -34,6 +34,7 @@ _MEDIAN_STEPS = 1000
 _WARM_UP_STEPS = 32  # that the first step is compared with: computed for every line of metrics
 _TIMELINE_STEPS, _TIMELINE_RANKS = 3, 16
 _STREAM = {"input": "input", "copy": "input", "transfer": "link"}  # transfers run beside the rank's own work
+_VERDICT_S = 10.0  # between two live verdicts
 _COMPARED_STEPS = 200  # whose waits are compared between ranks
 
 
@@ -284,6 +285,28 @@ class Ledger:
             within = replace(span, start=start, stop=stop, rank=self.trace.rank)
             spans.append({**asdict(within), "stream": _STREAM.get(span.kind, "compute")})
         return spans
+
+
+class LiveVerdict:
+    """The costliest bottleneck of one rank's latest steps, every ten seconds; not collective."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.judged_s = ledger, ledger.clock.now()
+        self.loop_s, self.count = defaultdict[str, float](float), 0  # of the steps that were judged before
+        self.latest = self.shown = ""  # causes
+
+    def judge(self, facts: Callable[[], StepFacts]) -> tuple[StepBottleneck | None, bool]:
+        """The verdict, None before it is due; and whether it is to be shown, as it differs twice from what was."""
+        steps, now_s = self.ledger.steps, self.ledger.clock.now()
+        if now_s - self.judged_s < _VERDICT_S or steps.count == self.count:
+            return None, False
+        mean_s = {row: (steps.loop_s[row] - self.loop_s[row]) / (steps.count - self.count) for row in STEP}
+        self.judged_s, self.loop_s, self.count = now_s, steps.loop_s.copy(), steps.count
+        verdict = find_bottlenecks([mean_s], facts())[0]
+        changed = verdict.cause == self.latest != self.shown
+        self.shown = verdict.cause if changed else self.shown
+        self.latest = verdict.cause
+        return verdict, changed
 
 
 def documents_of(ranks: Sequence[Document], facts: StepFacts) -> tuple[Document, Document]:

@@ -5,13 +5,5 @@ from kasoku.simulate.compute_model import ModelCosts, model_costs, profiled
 from kasoku.simulate.step import Sharing, SimulatedStep, Simulator, timeline
 
 __all__ = [
-    "Cluster",
-    "ModelCosts",
-    "Sharing",
-    "SimulatedStep",
-    "Simulator",
-    "load",
-    "model_costs",
-    "profiled",
-    "timeline",
-]
+    "Cluster", "ModelCosts", "Sharing", "SimulatedStep", "Simulator", "load", "model_costs", "profiled", "timeline",
+]  # fmt: skip

@@ -15,7 +15,7 @@ from kasoku.core.hardware import Utilization, cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
 from kasoku.distributed.startup import startup_line
-from kasoku.report import Bar, Ledger, Log, StepBottleneck, facts_of
+from kasoku.report import Bar, Ledger, LiveVerdict, Log, StepBottleneck, StepFacts, facts_of
 from kasoku.report.html import read_run
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
@@ -53,7 +53,7 @@ class Metrics:
         setup, beside = training.start.shares(started)
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
-        self._began_s = self.job.clock.now()
+        self._began_s, self.live = self.job.clock.now(), LiveVerdict(self.ledger)
         self.outcome = "failed"  # until `finish`
         for tracker in self.job.trackers:
             if run:
@@ -126,7 +126,18 @@ class Metrics:
         if self._show():
             lr = float(max(group["lr"] for group in self.job.optimizer.param_groups))
             rate = round(self.images_per_s(), 1)
-            self.note({"loss": self.loss, "lr": lr, "images_per_s": rate, **self._usage.metrics()})
+            self.note({"loss": self.loss, "lr": lr, "images_per_s": rate, **self._usage.metrics(), **self._verdict()})
+
+    def _verdict(self) -> dict[str, float]:
+        """What holds up this rank's latest steps, if it was judged now; shown when it changes."""
+        verdict, changed = self.live.judge(self._facts)
+        if verdict and changed:
+            self.bar.say(f"held up now: {verdict.cause}, {verdict.share:.0%} of a step of rank {self.job.comm.rank}")
+        return {f"held_up/{verdict.cause.replace(' ', '-')}": verdict.share} if verdict else {}
+
+    def _facts(self) -> StepFacts:
+        images, threads = self.state.recipe.images_at_once(self.job.comm.size), self.state.training.device_setup.threads
+        return facts_of(self.job, images, threads=threads, starved=self.ledger.starved())
 
     def read_own(self) -> None:
         """Reads this rank's losses alone, for the bar; all ranks take their mean at the next sync point."""
@@ -184,8 +195,7 @@ class Metrics:
         """Writes result.json, ledger.json, timeline.json and the techniques' documents. Collective."""
         job, progress, recipe = self.job, self.state.progress, self.state.recipe
         with self.state.busy("save"):
-            images, threads = recipe.images_at_once(job.comm.size), self.state.training.device_setup.threads
-            facts = facts_of(job, images, threads=threads, starved=self.ledger.starved())
+            facts = self._facts()
         ledger, timeline = self.ledger.document(job.comm, facts)
         result = Result(
             **{name: progress.scores.get(name) for name in ("top1", "top5", "loss")},

@@ -5,14 +5,6 @@ from kasoku.tune.measurement import BatchSizeResult, Measurement, Needs, SizeSea
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
 
 __all__ = [
-    "BatchSizeResult",
-    "EpochTimeMinimize",
-    "GpuUsageMaximize",
-    "Measurement",
-    "Needs",
-    "SizeSearch",
-    "Strategy",
-    "Throughput",
-    "TimeToTarget",
-    "tune_batch_size",
-]
+    "BatchSizeResult", "EpochTimeMinimize", "GpuUsageMaximize", "Measurement", "Needs", "SizeSearch", "Strategy",
+    "Throughput", "TimeToTarget", "tune_batch_size",
+]  # fmt: skip

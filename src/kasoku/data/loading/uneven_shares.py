@@ -1,13 +1,16 @@
 """Ranks that take unequal shares of a batch: the faster, the more images; the mean over all images stays exact."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from statistics import fmean
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
-from kasoku.core import InputError, Job, Range, Stage, Technique
+from kasoku.core import Adaptive, Batch, InputError, Job, Range, Stage, Technique
 from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.loader import Loader
 
@@ -51,12 +54,16 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
     The batches stay what they are, image by image, and so does the data order.
 
     Args:
-        images: of a batch, for each rank in rank order, each at least 1; `by_speed` gives them.
+        images: of a batch, for each rank in rank order, each at least 1; `by_speed` gives them. None: equal shares.
         at_once: the images of a part, 0 or more; a rank takes as many parts as its share has, one after the other. 0:
             all ranks take equally many parts.
+        follow: every 15 steps the ranks compare their computing times. Where the slowest takes 7 % more than the mean,
+            twice in a row, shares follow the speeds, and are taken back unless a step takes 2 % less time. Not with
+            at_once or Asynchronous. Each 15th `optimizer.step()` is collective then.
 
     Saves: the time that fast ranks wait for slow ones.
-    Costs: BatchNorm's groups are as large as each rank's share, unless shares are multiples of norm_batch.
+    Costs: BatchNorm's groups are as large as each rank's share, unless shares are multiples of norm_batch. A change of
+        shares drops the images that were decoded ahead. On a GPU, times are those of the host: untried.
     Maths: g = sum over ranks of images / batch * g_rank: the loss of a rank is multiplied by images * ranks / batch
         before the mean over ranks, so that every image counts the same.
     Ref: Moreno-Alvarez et al. 2020 (heterogeneous data parallelism); Hetseq, Qian et al. 2021.
@@ -64,6 +71,7 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
 
     images: Annotated[tuple[int, ...], Range("the images of each rank", at_least=1)] = ()
     at_once: Annotated[int, Range("0 for equally many parts", at_least=0)] = 0
+    follow: bool = False
 
     def parts(self, rank: int, equal: int) -> int:
         """The parts that a rank takes of a batch, if they would be `equal` on all ranks."""
@@ -71,14 +79,17 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
 
     def apply(self, job: Job) -> None:
         """Has the loader share its batches so, and weighs the loss. Raises InputError where they do not fit the job."""
-        if not self.images or job.comm.size == 1:
+        ranks = job.comm.size
+        if not (self.follow or (self.images and ranks > 1)):
             return
         plain: Loader = own_loader(job, self)
-        ranks, parts = job.comm.size, plain.parts
-        unit = self.at_once or parts
-        if len(self.images) != ranks or sum(self.images) != plain.batch or any(n % unit for n in self.images):
-            got = f"images={self.images} for {ranks} ranks, batch={plain.batch} in {parts} parts"
+        unit, parts = self.at_once or plain.parts, plain.parts
+        images = self.images if self.images and ranks > 1 else by_speed(plain.batch, [1.0] * ranks, unit=parts)
+        if len(images) != ranks or sum(images) != plain.batch or any(n % unit for n in images):
+            got = f"images={images} for {ranks} ranks, batch={plain.batch} in {parts} parts"
             raise InputError(f"Shares: {got}: a multiple of the parts for each rank, that add up to the batch")
+        if self.follow and (self.at_once or any(technique.is_asynchronous for technique in job.applied)):
+            raise InputError("Shares(follow=true): needs at_once = 0, and no Asynchronous: set follow = false")
         plain_loss = job.loss
         exact = any(technique.sums_exactly for technique in job.applied)  # it counts the parts itself
 
@@ -87,5 +98,77 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
             weighted = value * (len(y_N) * ranks * plain.parts / plain.batch)
             return weighted.detach() + (value - value.detach()) if exact else weighted
 
-        job.configure_loader(shares=self.images, at_once=self.at_once)
+        job.configure_loader(shares=images, at_once=self.at_once)
         job.patch(job, "loss", loss)
+        if self.follow:
+            following = _Following(job, plain, images)
+            job.around_loader(following.batches)
+            job.after_step(following.end_step)
+            job.keep("shares", following)
+
+
+class _Following(Adaptive):
+    """Shares that follow the speeds of the ranks."""
+
+    name = "shares"
+    drift, expected = 1.07, (1.0,)  # of the slowest rank's computing time over the mean
+
+    def __init__(self, job: Job, loader: Loader, images: tuple[int, ...]) -> None:
+        super().__init__(job, torch.device("cpu"))
+        self.loader, self.images = loader, images
+        self.leaves = False  # the loader's present iteration, since it has the old shares
+        self.begun_s = math.inf  # when a batch was handed out
+        self.busy_s, self.seen = 0.0, 0  # of this window: computing, images
+
+    def batches(self, inner: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of an epoch; after a change of shares the rest of them in the new ones."""
+        again = True
+        while again:
+            again = self.leaves = False
+            for batch in inner:
+                self.count_time()
+                self.seen += len(batch[1])
+                self.begun_s = self.job.clock.now()
+                yield batch
+                if self.leaves and self.loader.position and self.loader.position % self.loader.parts == 0:
+                    again = True
+                    break
+
+    def count_time(self) -> None:
+        """Adds the time since the last batch was handed out, but for what was spent waiting for other ranks."""
+        waits = takewhile(lambda span: span.stop > self.begun_s, reversed(self.job.trace.spans))
+        waited_s = sum(span.stop - span.start for span in waits if span.kind == "wait")
+        self.busy_s += max(0.0, self.job.clock.now() - self.begun_s - waited_s)
+        self.begun_s = math.inf
+
+    def own(self) -> float:
+        """Seconds an image."""
+        self.count_time()
+        image_s = max(1e-9, self.busy_s / max(1, self.seen))
+        self.busy_s, self.seen = 0.0, 0
+        return image_s
+
+    def values(self, step_s: float, owns: Sequence[float]) -> Sequence[float]:
+        times_s = [image_s * images for image_s, images in zip(owns, self.images, strict=True)]
+        return [max(times_s) / fmean(times_s)]
+
+    def choose(self, owns: Sequence[float]) -> None:
+        unit = self.loader.parts * math.prod(technique.images_per_group or 1 for technique in self.job.applied)
+        old, new = self.images, by_speed(self.loader.batch, [1 / s for s in owns], unit=unit)
+        if new != old:
+            self.take(new)
+        self.chosen(f"{' + '.join(map(str, new))} images" if new != old else "", old)
+
+    def take(self, setting: Any) -> None:
+        """Has the loader share the next batches so."""
+        self.images, self.leaves = tuple(setting), True
+        self.loader.configure(shares=self.images)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "images": self.images}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with the shares of the checkpoint, if it has as many ranks."""
+        if len(state["images"]) == len(self.images) and sum(state["images"]) == self.loader.batch:
+            super().load_state_dict(state)
+            self.take(state["images"])

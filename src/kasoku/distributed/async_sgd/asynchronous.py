@@ -31,7 +31,8 @@ from kasoku.distributed.async_sgd.worker import CODECS, WorkerGroup, most_local_
 from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
-from kasoku.distributed.ddp.overlap import Engine, Overlap, SingleRank
+from kasoku.distributed.ddp.overlap import Overlap, SingleRank
+from kasoku.distributed.ddp.overlap_engine import Engine
 from kasoku.distributed.environment import nodes_of
 
 _REFUSED = {"moves_weights": "all ranks would add its jump to the slow weights as an update; use EMA instead"}

@@ -11,7 +11,9 @@ bytes): `compute_share` and `link_share` are the fractions of their speeds that 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from kasoku.core import InputError
 from kasoku.core.trace import Span
 
 
@@ -74,6 +76,20 @@ class BucketPlan:
     buckets: tuple[tuple[int, ...], ...]
     order: tuple[Chunk, ...]
     policy: str = ""
+
+    def state_dict(self, late: bool) -> dict[str, Any]:
+        """Plain values, for a checkpoint; `late`: whether its updates are late."""
+        order = [[chunk.bucket, chunk.start, chunk.stop] for chunk in self.order]
+        groups = [list(bucket) for bucket in self.buckets]
+        return {"groups": groups, "order": order, "policy": self.policy, "late": late}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any], tensors: int) -> tuple["BucketPlan", bool]:
+        """The plan of a checkpoint, and `late`. Raises InputError if it has not this number of tensors."""
+        buckets = tuple(tuple(bucket) for bucket in state["groups"])
+        if sorted(i for bucket in buckets for i in bucket) != list(range(tensors)):
+            raise InputError("checkpoint of Overlap: a plan for another model; resume with the run's recipe")
+        return cls(buckets, tuple(Chunk(*chunk) for chunk in state["order"]), state["policy"]), state["late"]
 
 
 @dataclass(frozen=True)

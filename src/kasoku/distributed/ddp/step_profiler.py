@@ -25,7 +25,7 @@ from kasoku.core.clock import Stopwatch
 from kasoku.distributed.ddp.bucket_buffers import BucketLayout
 from kasoku.distributed.ddp.bucket_plan import MIB, Planned, cut, search
 from kasoku.distributed.ddp.compression import Reduce
-from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, Sized, UnitTimes
+from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, Sized, UnitTimes, forecast
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
 _KINDS = ("alone", "beside")  # gradients are sent after backward; the same, and compute runs beside transfers
@@ -35,6 +35,7 @@ _MOST = 8  # but have at most this many times the bytes of all gradients
 _LATENCIES = 2  # empty all-reduces that are timed
 _SHARE = 50  # of this many steps of an epoch, one of each kind is measured
 _LEAST_SHARE = 0.3  # of a speed; less is noise
+_WORTH = 0.98  # of the step with the present plan: another one must promise less
 
 
 @dataclass
@@ -182,8 +183,13 @@ class StepProfiler:
 
     # ---- the plan
 
-    def search_plan(self, *, next_forward: bool) -> tuple[BucketPlan, Forecast, bool, LinkModel] | None:
-        """The result of rank 0's `search`, and the link; None if a rank saw no whole step. Collective."""
+    def search_plan(
+        self, *, next_forward: bool, now_late: bool | None = None
+    ) -> tuple[BucketPlan, Forecast, bool, LinkModel] | None:
+        """The result of rank 0's `search`, and the link; None if a rank saw no whole step. Collective.
+
+        With `now_late` (whether the present plan's updates are late) also None if no plan promises 2 % less than that.
+        """
         layers, comm = self.layers, self.ranks
         n = len(layers.modules)
         alone, beside = (self.steps[kind] for kind in _KINDS)
@@ -210,9 +216,14 @@ class StepProfiler:
             moving_s = max(transfer_s - latencies_s, 0.1 * transfer_s, 1e-9)
             kept = shares(alone_s, beside_s, rest_s, self.transfers / len(self.zeros) * transfer_s)
             link = LinkModel(self.latency_s, sum(t.size for t in tensors) / moving_s, *kept)
-            result = (layers.order, *search(units, tensors, link, next_forward=next_forward), link)
-        layers.order, plan, forecast, late, link = comm.broadcast_object(result)
-        return plan, forecast, late, link
+            plan, seen, late = search(units, tensors, link, next_forward=next_forward)
+            result = (layers.order, (plan, seen, late, link))
+            if now_late is not None:
+                now = forecast(units, tensors, self.layout.plan, link, next_forward=now_late)
+                if seen.step_s >= _WORTH * now.step_s:
+                    result = (layers.order, None)
+        layers.order, found = comm.broadcast_object(result)
+        return cast(tuple[BucketPlan, Forecast, bool, LinkModel] | None, found)
 
 
 def medians(alone: Sequence[StepMoments], beside: Sequence[StepMoments], watch: Stopwatch, layers: int) -> list[float]:
