@@ -31,10 +31,9 @@ from typing import Any
 
 import torch
 
-from common import finish, parse, spread
+from common import finish, spread
 
 HERE = Path(__file__).resolve().parent
-CLAIMS = {"trials/over_cold": ("ours_over_cold", "best_minus"), "trials/over_optuna": "ours_over_optuna"}
 LOOPS = {"optuna-1x1": (1, 1), "optuna-1x2": (1, 2), "optuna-2x1": (2, 1)}  # trials at once, threads of each
 SIDES = ("ours", "cold", *LOOPS)
 SGD = 'optimizer={use="kasoku.optim.sgd", lr=0.01, momentum=0.9, weight_decay=5e-4}'
@@ -152,7 +151,7 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # of one process
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    arguments = parse(parser)
+    arguments = parser.parse_args()
     if arguments.side:
         runs = {"ours": ours, "cold": cold} | {name: partial(optuna_loop, *how) for name, how in LOOPS.items()}
         case = CASES[arguments.cases[0]]
@@ -186,7 +185,7 @@ def main() -> None:
     figures |= {"ours_over_cold": round(max(over_cold), 4), "ours_over_optuna": round(max(over_optuna), 4)}
     figures["best_minus"] = round(min(off), 3)
     parameters = {"cases": arguments.cases, "trials": arguments.trials, "rounds": arguments.rounds}
-    finish("trials", {**parameters, "threads": torch.get_num_threads()}, figures, CLAIMS)
+    finish("trials", {**parameters, "threads": torch.get_num_threads()}, figures)
 
 
 if __name__ == "__main__":
