@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from common import finish, parse, spread
+from common import finish, spread
 from kasoku.core import Job, Linear, Schedule
 from kasoku.data import Dataset, GrowBatch, Memory, fashion_mnist, loader
 from kasoku.device import Device, choose
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--budget", type=float, default=40, help="seconds of a search (default: %(default)s)")
     parser.add_argument("--base", type=int, default=64, choices=SIZES, help="the first batch of the growing side")
-    arguments = parse(parser)
+    arguments = parser.parse_args()
     dataset = dataset_of(arguments.data, arguments.images)
     test = loader(dataset, "test", 1000)
     began = time.perf_counter()

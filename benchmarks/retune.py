@@ -26,7 +26,7 @@ from typing import Any
 from asynchronous_accuracy import images
 from asynchronous_hosts import PERIOD_US, freed, job_of, limited, trained
 from cluster import Transfer, agreed, balance, connected, on_hosts, shape
-from common import finish, parse
+from common import finish
 from kasoku.core import Comm, Job
 from kasoku.data import Shares, by_speed
 from kasoku.distributed import Overlap
@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--ratio", type=float, default=1.0, help="of sending to computing (default: %(default)s)")
     parser.add_argument("--noise", type=float, default=0.0, metavar="SECONDS")
     parser.set_defaults(steps=0, lr=0.01, widths=[64, 128, 256])
-    arguments = parse(parser)
+    arguments = parser.parse_args()
     if "RANK" not in os.environ:
         return on_hosts(__file__, sys.argv[1:], arguments.ranks, limit_s=3600 + 2 * arguments.noise)
     rank_main(arguments)

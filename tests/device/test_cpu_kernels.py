@@ -203,6 +203,7 @@ def test_one_image_without_a_batch_goes_to_torch(monkeypatch):
         assert job.model(torch.randn(3, 8, 8)).shape == (4, 3, 3)
 
 
+@on_avx512
 @pytest.mark.usefixtures("pays")
 def test_it_changes_no_bit_in_float32_and_no_layer_that_another_technique_runs(capsys):
     assert all(map(torch.equal, trained()[1], trained(CpuKernels())[1]))

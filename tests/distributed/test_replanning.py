@@ -27,16 +27,16 @@ FAST = Planned(warm=0, measure=1)
 
 
 def training(share: float, *, retune: bool = True) -> Job:
-    """Twelve equal layers on the virtual clock: computing takes 72 ms, and sending `share` times as long."""
+    """Six equal layers on the virtual clock: computing takes 36 ms, and sending `share` times as long."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(12)))
+        model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(6)))
     units = [UnitTimes(name, 2e-3, 4e-3) for name, _ in LayerIndex(model).modules]
     job = Job(model, lambda m: sgd(m, lr=0.1), comm=SimComm(2, link(share)), loss=lambda out, y: out.sum())
     return job.apply(Emulate(tuple(units)), Overlap(FAST, retune=retune))
 
 
 def link(share: float) -> LinkModel:
-    return LinkModel(50e-6, 12 * 40_000 / (share * 0.072))
+    return LinkModel(50e-6, 6 * 40_000 / (share * 0.036))
 
 
 def becomes(job: Job, share: float) -> None:
@@ -60,9 +60,9 @@ def run(job: Job, steps: int, stretch: Any = lambda: 0.0) -> list[float]:
 def test_a_slower_link_gets_buckets_of_its_own_within_100_steps(capsys: pytest.CaptureFixture[str]) -> None:
     job, tuned, fixed = training(0.2), training(1.2, retune=False), training(0.2, retune=False)
     for each in (job, fixed):
-        run(each, 80)
+        run(each, 50)
         becomes(each, 1.2)
-    steps_s, best_s, worst_s = run(job, 160), run(tuned, 40)[-1], run(fixed, 40)[-1]
+    steps_s, best_s, worst_s = run(job, 130), run(tuned, 12)[-1], run(fixed, 5)[-1]
     assert max(steps_s[100:]) <= 1.001 * best_s < 0.97 * worst_s
     assert [change["kept"] for change in job.documents["buckets.json"]()["retuned"]] == [True]
     said = capsys.readouterr().err
@@ -70,21 +70,21 @@ def test_a_slower_link_gets_buckets_of_its_own_within_100_steps(capsys: pytest.C
     assert "with the new buckets" in said
     assert said.endswith("they stay\n")
     becomes(job, 0.2)
-    assert run(job, 120)[-1] <= 1.001 * run(training(0.2, retune=False), 40)[-1]
+    assert run(job, 90)[-1] <= 1.001 * run(training(0.2, retune=False), 12)[-1]
 
 
 def test_steps_that_take_longer_for_another_reason_keep_their_buckets() -> None:
     job = training(1.0)
-    run(job, 80)
+    run(job, 50)
     plan = job.kept("overlap").layout.plan
-    run(job, 200, stretch=lambda: 0.1)  # between steps
+    run(job, 60, stretch=lambda: 0.1)  # between steps
     assert job.kept("overlap").layout.plan == plan
     assert not job.documents["buckets.json"]()["retuned"]
 
 
 def test_a_plan_that_brings_nothing_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     job = training(0.2)
-    run(job, 80)
+    run(job, 50)
     plan = job.kept("overlap").layout.plan
     becomes(job, 1.2)
     monkeypatch.setattr("statistics.median", lambda values: 0.2)  # of steps, whatever the buckets are
@@ -93,11 +93,11 @@ def test_a_plan_that_brings_nothing_is_taken_back(monkeypatch: pytest.MonkeyPatc
     assert [change["kept"] for change in job.documents["buckets.json"]()["retuned"]] == [False]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 def test_noise_changes_nothing(seed: int) -> None:
     rng = random.Random(seed)
     job = training(1.0)
-    run(job, 400, stretch=lambda: abs(rng.gauss(0, 0.02)))
+    run(job, 200, stretch=lambda: abs(rng.gauss(0, 0.01)))
     assert not job.documents["buckets.json"]()["retuned"]
 
 
@@ -116,7 +116,7 @@ def made(comm: Comm) -> Job:
 
 
 def trained(comm: Comm, stop: int, new_s: float) -> tuple[dict[str, Any], list[dict[str, Any]], BucketPlan]:
-    """Weights, changes and the plan after 150 steps; resumed after `stop`. A step takes 0.1 s, from the 50th on 0.2.
+    """Weights, changes and the plan after 110 steps; resumed after `stop`. A step takes 0.1 s, from the 50th on 0.2.
 
     The first plan has a bucket for each layer; the second one has a single bucket. From step 96 on, when that one is
     in place, a step takes `new_s`.
@@ -129,7 +129,7 @@ def trained(comm: Comm, stop: int, new_s: float) -> tuple[dict[str, Any], list[d
 
     with mock.patch.object(StepProfiler, "search_plan", found):
         job = made(comm)
-        for step in range(150):
+        for step in range(110):
             clock.seconds += 0.1 if step < 50 else 0.2 if step < 96 else new_s
             contracts.train(job, 1)
             if step == stop:
@@ -142,13 +142,13 @@ def trained(comm: Comm, stop: int, new_s: float) -> tuple[dict[str, Any], list[d
         return weights(job), engine.replanning.changes, engine.layout.plan
 
 
-@pytest.mark.parametrize("new_s", [0.15, 0.2])
+@pytest.mark.parametrize("new_s", [0.15, pytest.param(0.2, marks=pytest.mark.exhaustive)])
 def test_resumed_at_any_step_it_decides_as_it_would_have(new_s: float) -> None:
     whole = Threads(2).run(partial(trained, stop=-1, new_s=new_s))
     (_, changes, plan), other = whole
     assert len(plan.buckets) == 1 if new_s < 0.2 else len(plan.buckets) > 1
     assert [change["kept"] for change in changes] == [new_s < 0.2]
-    for stop in (57, 76, 90):  # at 76 it measures
+    for stop in (57, 76):  # at 76 it measures
         for (mine, own, its), (theirs, same, ends) in zip(
             Threads(2).run(partial(trained, stop=stop, new_s=new_s)), whole, strict=True
         ):
