@@ -78,6 +78,8 @@ def test_every_technique_is_in_the_matrix():
     ],
 )
 def test_a_pair_combines_or_says_why_not(pair, where):
+    if "CpuKernels" in names(pair) and cpu_kernels.library() is None:
+        pytest.skip("no AVX-512 bf16 here, or no C compiler")
     result = outcome(pair, where)
     assert result.row() == OTHERS.get(names(pair), {"kind": "combine"}), "run make combining"
 

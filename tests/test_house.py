@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2244,  # settings that are chosen again
+    "core": 2238,  # settings that are chosen again
     "optim": 1036,
     "models": 844,
     "device": 786,
-    "data": 4678,
-    "distributed": 6032,  # sharded updates
+    "data": 4685,
+    "distributed": 6029,  # sharded updates
     "memory": 1930,
     "tracking": 244,
     "config": 1523,
     "tune": 1640,  # forks of a warm process, and halving, in kasoku search
     "simulate": 1383,
     "report": 2253,
-    "training": 2716,
+    "training": 2717,
     "commands": 1887,
     "testing": 606,
 }

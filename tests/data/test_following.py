@@ -132,7 +132,7 @@ def test_where_it_cannot_follow_it_says_so() -> None:
         batches = loader(digits(), "train", BATCH, comm=comm)
         for technique, more in ((Shares((16, 16), 8, follow=True), AllReduce()), (Shares(follow=True), Asynchronous())):
             job = Job(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), rule, loader=batches, comm=comm)
-            with pytest.raises(InputError, match="needs at_once = 0, and no Asynchronous"):
+            with pytest.raises(InputError, match="not with at_once, Asynchronous"):
                 job.apply(technique, more)
 
     Threads(2).run(apply)

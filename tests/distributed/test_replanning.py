@@ -168,8 +168,11 @@ def test_two_processes_decide_alike() -> None:
 @pytest.mark.parametrize(
     ("technique", "line"),
     [
-        (Overlap(OneBucket(), retune=True), "there is no plan to renew: take buckets = Planned in place of OneBucket"),
-        (Overlap(retune=True, shard=True), "there is no plan to renew: leave shard out"),
+        (
+            Overlap(OneBucket(), retune=True),
+            "cannot be planned again: take buckets = Planned in place of OneBucket",
+        ),
+        (Overlap(retune=True, shard=True), "buckets cannot be planned again: leave shard out"),
     ],
 )
 def test_where_there_is_no_plan_to_renew_it_says_so(technique: Overlap, line: str) -> None:

@@ -403,3 +403,18 @@ def test_a_mistake_is_found_before_gpus_are_used(monkeypatch, capsys):
     monkeypatch.setattr(spawn, "spawn", lambda *given, **more: pytest.fail("started"))
     assert main(["train", "nowhere.toml"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.process
+def test_a_recipe_whose_shares_follow_the_ranks_trains_and_resumes_on_two_ranks_and_on_one(tmp_path):
+    run = tmp_path / "run"
+    techniques = [
+        'techniques.1={use="kasoku.distributed.Overlap", retune=true}',
+        'techniques.2={use="kasoku.data.Shares", follow=true}',
+    ]
+    settings = [part for setting in (*techniques, "epochs=1", "evaluate.target=0") for part in ("--set", setting)]
+    forked(["launch", "local", str(RECIPE), "--gpus-per-node", "2", *settings, "--quiet", "--out", str(run)])
+    assert "retuned" in json.loads((run / "buckets.json").read_text())
+    ended([*TORCHRUN, "--resume", str(run), "--set", "epochs=2", "--quiet"])
+    assert main(["train", "--resume", str(run), "--set", "epochs=3", "--quiet"]) == 0
+    assert result(run)["epochs"] == 3.0

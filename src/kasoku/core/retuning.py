@@ -27,8 +27,7 @@ class Adaptive:
     """A setting that all ranks choose again together. A subclass has `name`, `values`, `choose` and `take`; and it may
     have `drift`, beyond which a value is far from its reference, and `expected` values as the reference.
 
-    Attributes: `changes`: of each, what it was, and the milliseconds of a step before and after it. `before`: the
-    setting before the last one, as plain values.
+    Attributes: `changes`: what they were, and a step's milliseconds before and after. `before`: the setting before.
     """
 
     name = ""  # of the setting, in the plural
@@ -37,7 +36,7 @@ class Adaptive:
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.job, self.watch = job, Stopwatch(job.clock, device)
-        self.moments: list[Any] = [self.watch.moment()]  # the ends of the window's steps, its begin included
+        self.moments: list[Any] = []  # the ends of the window's steps, its begin included
         self.reference: list[Sequence[float]] = []  # the values of the first windows since the last choice
         self.sides: list[int] = []  # of each value in the last window: 1 far above the reference, -1 far below
         self.changes: list[dict[str, Any]] = []
@@ -56,16 +55,14 @@ class Adaptive:
 
     def choose(self, owns: Sequence[float]) -> None:
         """Chooses again, now or after further steps; then calls `chosen`. Collective."""
-        raise NotImplementedError
 
     def take(self, setting: Any) -> None:
         """Goes back to a setting, as plain values. Collective."""
-        raise NotImplementedError
 
     def end_step(self) -> None:
         """After a step; with each 15th a window ends. Collective."""
         self.moments.append(self.watch.moment())
-        if self.job.steps % _WINDOW:
+        if self.job.steps % _WINDOW or len(self.moments) < 2:
             return
         self.watch.synchronize()
         own_s = statistics.median(itertools.starmap(self.watch.seconds, itertools.pairwise(self.moments)))
@@ -87,7 +84,7 @@ class Adaptive:
         """A new choice was made: in words, and the setting before it; empty words if there is nothing better."""
         self.reference, self.sides, self.moments = [], [], [self.watch.moment()]
         if not what:
-            self._wait_longer()
+            self.wait, self.pause = self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
             return
         self.before, self.judging = before, 2  # the first window settles
         self.changes.append({"what": what, "before_ms": 1000 * self.step_s, "after_ms": None, "kept": None})
@@ -101,13 +98,9 @@ class Adaptive:
             self.pause = 1
         else:
             self.take(self.before)
-            self._wait_longer()
-        ends = "they stay" if kept else "the old ones are back"
+            self.chosen("")
         took = f"a step takes {after_ms:.1f} ms with the new {self.name}, {change['before_ms']:.1f} before"
-        say(f"{took}: {ends}", self.job.comm.rank)
-
-    def _wait_longer(self) -> None:
-        self.wait, self.pause = self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
+        say(f"{took}: {'they stay' if kept else 'the old ones are back'}", self.job.comm.rank)
 
     def _has_drifted(self, values: Sequence[float]) -> bool:
         expected = self.expected or [statistics.fmean(column) for column in zip(*self.reference, strict=True)]

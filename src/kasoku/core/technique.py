@@ -58,6 +58,7 @@ class Technique(Checked):
     saves_memory: ClassVar[bool] = False  # keeps less for backward than autograd does
     changes_pixels: ClassVar[bool] = False  # changes images of the loader, or their order of decoding
     changes_resolution: ClassVar[bool] = False  # trains on images of other sizes than the recipe's
+    shares_batch: ClassVar[bool] = False  # its ranks take unequal shares of a batch
     in_sandbox: ClassVar[bool] = True  # is applied again to the copy of a job on which batch sizes are tried
 
     def __init_subclass__(cls, **declared: Any) -> None:

@@ -298,14 +298,14 @@ class LiveVerdict:
     def judge(self, facts: Callable[[], StepFacts]) -> tuple[StepBottleneck | None, bool]:
         """The verdict, None before it is due; and whether it is to be shown, as it differs twice from what was."""
         steps, now_s = self.ledger.steps, self.ledger.clock.now()
-        if now_s - self.judged_s < _VERDICT_S or steps.count == self.count:
+        sum_s = {row: steps.loop_s[row] - self.loop_s[row] for row in STEP}
+        if now_s - self.judged_s < _VERDICT_S or steps.count == self.count or not any(sum_s.values()):
             return None, False
-        mean_s = {row: (steps.loop_s[row] - self.loop_s[row]) / (steps.count - self.count) for row in STEP}
+        mean_s = {row: s / (steps.count - self.count) for row, s in sum_s.items()}
         self.judged_s, self.loop_s, self.count = now_s, steps.loop_s.copy(), steps.count
         verdict = find_bottlenecks([mean_s], facts())[0]
         changed = verdict.cause == self.latest != self.shown
-        self.shown = verdict.cause if changed else self.shown
-        self.latest = verdict.cause
+        self.latest, self.shown = verdict.cause, verdict.cause if changed else self.shown
         return verdict, changed
 
 

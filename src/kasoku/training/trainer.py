@@ -240,8 +240,9 @@ def build(
     facts = {"data": tasks["digest"], "model": model_facts(model)}
     start.do("comparison", lambda: assert_same_on_all_ranks(comm, facts))
     job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
-    uneven = [shares] if shares.images and not in_turn else []  # in turn a rank takes the next part when it is ready
-    derived = derived_techniques(recipe, comm.size, uneven=bool(uneven))
+    named = any(technique.shares_batch for technique in recipe.techniques)
+    uneven = [shares] if shares.images and not (in_turn or named) else []  # in turn: the next part when it is ready
+    derived = derived_techniques(recipe, comm.size, uneven=bool(uneven) or named)
     own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
     start.do("techniques", lambda: job.apply(*device_setup.techniques, *own, *recipe.scaled_techniques, Timed()))
     _try_loss(job, recipe.loss.use, len(dataset.classes))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kasoku.core import Adaptive, Batch, InputError, Job, Range, Stage, Technique
 from kasoku.data.augment.basic import own_loader
+from kasoku.data.augment.growth import GrowBatch
 from kasoku.data.loading.loader import Loader
 
 _ALIKE = 0.1  # ranks whose speeds differ by no more take equal shares
@@ -48,18 +49,19 @@ def by_speed(batch: int, images_per_s: Sequence[float], *, unit: int = 1) -> tup
 
 
 @dataclass(frozen=True)
-class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
+class Shares(Technique, stage=Stage.DATA, shares_batch=True, in_sandbox=False):
     """Each rank takes its own number of images of every batch, so that none waits for a slower one.
 
     The batches stay what they are, image by image, and so does the data order.
 
     Args:
-        images: of a batch, for each rank in rank order, each at least 1; `by_speed` gives them. None: equal shares.
+        images: of a batch, for each rank in rank order, each at least 1; `by_speed` gives them. Empty: equal
+            shares, with `follow`.
         at_once: the images of a part, 0 or more; a rank takes as many parts as its share has, one after the other. 0:
             all ranks take equally many parts.
         follow: every 15 steps the ranks compare their computing times. Where the slowest takes 7 % more than the mean,
             twice in a row, shares follow the speeds, and are taken back unless a step takes 2 % less time. Not with
-            at_once or Asynchronous. Each 15th `optimizer.step()` is collective then.
+            at_once, Asynchronous, AllReduce(exact=true), GrowBatch. Each 15th `optimizer.step()` is then collective.
 
     Saves: the time that fast ranks wait for slow ones.
     Costs: BatchNorm's groups are as large as each rank's share, unless shares are multiples of norm_batch. A change of
@@ -88,8 +90,10 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
         if len(images) != ranks or sum(images) != plain.batch or any(n % unit for n in images):
             got = f"images={images} for {ranks} ranks, batch={plain.batch} in {parts} parts"
             raise InputError(f"Shares: {got}: a multiple of the parts for each rank, that add up to the batch")
-        if self.follow and (self.at_once or any(technique.is_asynchronous for technique in job.applied)):
-            raise InputError("Shares(follow=true): needs at_once = 0, and no Asynchronous: set follow = false")
+        unfit = (t for t in job.applied if t.is_asynchronous or t.sums_exactly or isinstance(t, GrowBatch))
+        if self.follow and (self.at_once or any(unfit)):
+            refused = "not with at_once, Asynchronous, AllReduce(exact=true) or GrowBatch"
+            raise InputError(f"Shares(follow=true): {refused}: leave it out, or set follow = false")
         plain_loss = job.loss
         exact = any(technique.sums_exactly for technique in job.applied)  # it counts the parts itself
 
@@ -116,6 +120,10 @@ class _Following(Adaptive):
     def __init__(self, job: Job, loader: Loader, images: tuple[int, ...]) -> None:
         super().__init__(job, torch.device("cpu"))
         self.loader, self.images = loader, images
+        self.unit = loader.parts * math.prod(technique.images_per_group or 1 for technique in job.applied)
+        if 1 < job.comm.size == loader.batch // self.unit:
+            got = f"each rank takes {self.unit} of {loader.batch} images, a BatchNorm group (norm_batch) in each part"
+            raise InputError(f"Shares(follow=true): {got}: take a smaller norm_batch or accumulate, or a larger batch")
         self.leaves = False  # the loader's present iteration, since it has the old shares
         self.begun_s = math.inf  # when a batch was handed out
         self.busy_s, self.seen = 0.0, 0  # of this window: computing, images
@@ -153,8 +161,7 @@ class _Following(Adaptive):
         return [max(times_s) / fmean(times_s)]
 
     def choose(self, owns: Sequence[float]) -> None:
-        unit = self.loader.parts * math.prod(technique.images_per_group or 1 for technique in self.job.applied)
-        old, new = self.images, by_speed(self.loader.batch, [1 / s for s in owns], unit=unit)
+        old, new = self.images, by_speed(self.loader.batch, [1 / s for s in owns], unit=self.unit)
         if new != old:
             self.take(new)
         self.chosen(f"{' + '.join(map(str, new))} images" if new != old else "", old)

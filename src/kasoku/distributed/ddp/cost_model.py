@@ -80,8 +80,7 @@ class BucketPlan:
     def state_dict(self, late: bool) -> dict[str, Any]:
         """Plain values, for a checkpoint; `late`: whether its updates are late."""
         order = [[chunk.bucket, chunk.start, chunk.stop] for chunk in self.order]
-        groups = [list(bucket) for bucket in self.buckets]
-        return {"groups": groups, "order": order, "policy": self.policy, "late": late}
+        return {"groups": [*map(list, self.buckets)], "order": order, "policy": self.policy, "late": late}
 
     @classmethod
     def of_state(cls, state: dict[str, Any], tensors: int) -> tuple["BucketPlan", bool]:

@@ -35,7 +35,6 @@ class Overlap(Technique):
             the layers that need them. For SGD, AdamW and other rules by element, and LARS; Planned does not choose it.
             `job.drain()`, `close()`, every `state_dict()` and the first forward after a step, in evaluation too, are
             then collective: call `job.drain()` on all ranks before one of them uses the model alone.
-
         retune: where steps take 15 % more or less time than they did, in two windows of 15 steps, layers and link are
             measured again. A plan that promises 2 % less is taken, and taken back unless it keeps that. Needs Planned;
             not with shard, Asynchronous, or SavedMemory in backward.
@@ -93,7 +92,12 @@ class Overlap(Technique):
         job.after_step(engine.end_step)
         job.on_drain(engine.drain)
         job.keep("overlap", engine)
-        job.document("buckets.json", lambda: _document(engine))
+
+        def document() -> dict[str, Any]:
+            changes = {"retuned": engine.replanning.changes} if engine.replanning else {}
+            return {"text": table(engine.layout.plan, engine.layers.tensors), **changes}
+
+        job.document("buckets.json", document)
         engine.layers.before(job, engine.enter)
         saving: Any = job.model.register_state_dict_pre_hook
         job.on_close(saving(lambda *_: engine.drain()).remove)
@@ -115,12 +119,6 @@ def _needs_all(job: Job, engine: Engine) -> str:
     if job.vetoes_steps and not engine.decides:
         return f"{type(engine.settings.reducer).__name__} may make gradients infinite, which a step must know"
     return ""
-
-
-def _document(engine: Engine) -> dict[str, Any]:
-    """The contents of buckets.json."""
-    changes = {"retuned": engine.replanning.changes} if engine.replanning else {}
-    return {"text": table(engine.layout.plan, engine.layers.tensors), **changes}
 
 
 @dataclass

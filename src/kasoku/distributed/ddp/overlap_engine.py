@@ -147,8 +147,8 @@ class Engine:
     def end_step(self) -> None:
         """After the last measured step: searches a plan and takes it."""
         if self.profiler is None:
-            if self.replanning:
-                self.replanning.end_step()
+            if self.replanning:  # measures without a profiler: resumed
+                (self.replanning.choose if self.replanning.measures else self.replanning.end_step)()
             return
         if not self.profiler.stepped():
             return
@@ -205,7 +205,7 @@ class Engine:
             self.profiler.close()
             self.profiler = None
         self.reduce.load_state_dict({})
-        self.late = self.may_be_late and (late or self.settings.shard)  # only it can hide what is gathered
+        self.late = self.may_be_late and (late or self.settings.shard)  # the next forward hides gathers
         self.key_prefix = "planned"
         self.layout = self.lay_out(plan, ranks=self.comm.size if self.settings.shard else 1)
         if self.settings.shard:
@@ -238,7 +238,7 @@ def refuse_retuning(job: Job, buckets: Policy, *, shard: bool, frees: bool) -> N
     advice = "leave shard out" if shard else "set in_backward = false in SavedMemory" if frees else advice
     advice = "leave Asynchronous out" if any(technique.is_asynchronous for technique in job.applied) else advice
     if advice:
-        raise InputError(f"Overlap(retune=true): there is no plan to renew: {advice}, or set retune = false")
+        raise InputError(f"Overlap(retune=true): buckets cannot be planned again: {advice}, or set retune = false")
 
 
 class Replanning(Adaptive):
@@ -279,10 +279,9 @@ class Replanning(Adaptive):
         return {**super().state_dict(), "measures": self.measures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there; steps that were being measured are measured again. Collective."""
+        """Goes on from there; steps that were being measured are measured again, after the next one."""
         super().load_state_dict(state)
-        if state["measures"]:
-            self.choose()
+        self.measures = state["measures"]
 
 
 class FreeingEngine(Engine):

@@ -89,6 +89,7 @@ class StepProfiler:
         self.hook.remove()  # first: waiting fails if another rank has died
         self.wait_background()
         self.zeros, self.steps = (), {}
+        vars(self).pop("layout", None)  # its buckets: the job keeps this object until its end
 
     @property
     def holds_back(self) -> bool:
@@ -188,7 +189,7 @@ class StepProfiler:
     ) -> tuple[BucketPlan, Forecast, bool, LinkModel] | None:
         """The result of rank 0's `search`, and the link; None if a rank saw no whole step. Collective.
 
-        With `now_late` (whether the present plan's updates are late) also None if no plan promises 2 % less than that.
+        With `now_late` (whether updates are late now) also None if no plan promises 2 % less time than the present one.
         """
         layers, comm = self.layers, self.ranks
         n = len(layers.modules)
