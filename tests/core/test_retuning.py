@@ -11,19 +11,11 @@ import pytest
 import torch
 
 import contracts
+from helpers.virtual_comm import VirtualClock
 from kasoku.core import Adaptive, Solo
 
 HOUR = 2400  # windows of 15 steps of 0.1 s
 QUIET = (1.0, 0.5)
-
-
-class ByHand:
-    """A clock that is moved by hand."""
-
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 class Gears(Adaptive):
@@ -32,7 +24,7 @@ class Gears(Adaptive):
     name = "gears"
 
     def __init__(self, found: Callable[[], str] = lambda: "3 instead of 7") -> None:
-        self.clock, self.gear, self.found, self.choices = ByHand(), 7, found, 0
+        self.clock, self.gear, self.found, self.choices = VirtualClock(), 7, found, 0
         super().__init__(contracts.make(comm=Solo(self.clock)), torch.device("cpu"))
         self.now: Sequence[float] = QUIET
 

@@ -11,21 +11,13 @@ from torch import Tensor, nn
 
 from contracts import assert_same, rule, through_a_file, weights
 from contracts import one_thread as one_thread
+from helpers.virtual_comm import VirtualClock
 from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.data import Shares, digits, loader
 from kasoku.distributed import AllReduce, Asynchronous
 
 BATCH = 32  # of 1,437 images: 44 steps an epoch
 Speed = Callable[[int, int], float]  # (rank, step) -> milliseconds of an image
-
-
-class ByHand:
-    """A clock that is moved by hand."""
-
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 class Ended(NamedTuple):
@@ -46,7 +38,7 @@ def made(comm: Comm, follow: bool = True) -> Job:
 
 def trained(comm: Comm, speed: Speed, steps: int, stop: int = -1) -> Ended:
     """Trains with injected times: the step ends for all when the slowest rank has computed. Resumed after `stop`."""
-    comm.clock = clock = ByHand()
+    comm.clock = clock = VirtualClock()
     job, ended = made(comm), Ended({}, [], [], [])
     while job.steps < steps:
         resumes = False

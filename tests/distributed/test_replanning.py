@@ -14,7 +14,7 @@ from torch import nn
 import contracts
 from contracts import assert_same, through_a_file, weights
 from helpers.ranks import on_processes
-from helpers.virtual_comm import Emulate, SimComm
+from helpers.virtual_comm import Emulate, SimComm, VirtualClock
 from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.device import Seeded
 from kasoku.distributed import OneBucket, Overlap, PerLayer, Planned
@@ -101,15 +101,6 @@ def test_noise_changes_nothing(seed: int) -> None:
     assert not job.documents["buckets.json"]()["retuned"]
 
 
-class ByHand:
-    """A clock that is moved by hand."""
-
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-
 def made(comm: Comm) -> Job:
     torch.manual_seed(5)
     return contracts.make(Overlap(FAST, retune=True), Seeded(3), comm=comm)
@@ -121,28 +112,35 @@ def trained(comm: Comm, stop: int, new_s: float) -> tuple[dict[str, Any], list[d
     The first plan has a bucket for each layer; the second one has a single bucket. From step 96 on, when that one is
     in place, a step takes `new_s`.
     """
-    comm.clock = clock = ByHand()
+    comm.clock = clock = VirtualClock()
 
-    def found(self: StepProfiler, *, next_forward: bool, now_late: bool | None = None) -> Any:
-        policy = PerLayer(0) if now_late is None else OneBucket()
-        return policy.plan(self.layers.tensors), None, next_forward, LinkModel(1e-3, 1e9)
+    job = made(comm)
+    for step in range(110):
+        clock.seconds += 0.1 if step < 50 else 0.2 if step < 96 else new_s
+        contracts.train(job, 1)
+        if step == stop:
+            state = through_a_file({"model": job.model.state_dict(), "job": job.state_dict()})
+            job = made(comm)
+            job.model.load_state_dict(state["model"])
+            job.load_state_dict(state["job"])
+    job.drain()
+    engine = job.kept("overlap")
+    return weights(job), engine.replanning.changes, engine.layout.plan
 
+
+def found(self: StepProfiler, *, next_forward: bool, now_late: bool | None = None) -> Any:
+    """What a search finds: first a bucket for each layer, then one for all."""
+    policy = PerLayer(0) if now_late is None else OneBucket()
+    return policy.plan(self.layers.tensors), None, next_forward, LinkModel(1e-3, 1e9)
+
+
+def trained_in_a_process(comm: Comm, stop: int, new_s: float) -> Any:
     with mock.patch.object(StepProfiler, "search_plan", found):
-        job = made(comm)
-        for step in range(110):
-            clock.seconds += 0.1 if step < 50 else 0.2 if step < 96 else new_s
-            contracts.train(job, 1)
-            if step == stop:
-                state = through_a_file({"model": job.model.state_dict(), "job": job.state_dict()})
-                job = made(comm)
-                job.model.load_state_dict(state["model"])
-                job.load_state_dict(state["job"])
-        job.drain()
-        engine = job.kept("overlap")
-        return weights(job), engine.replanning.changes, engine.layout.plan
+        return trained(comm, stop, new_s)
 
 
 @pytest.mark.parametrize("new_s", [0.15, pytest.param(0.2, marks=pytest.mark.exhaustive)])
+@mock.patch.object(StepProfiler, "search_plan", found)  # once for both ranks, which are threads
 def test_resumed_at_any_step_it_decides_as_it_would_have(new_s: float) -> None:
     whole = Threads(2).run(partial(trained, stop=-1, new_s=new_s))
     (_, changes, plan), other = whole
@@ -159,7 +157,7 @@ def test_resumed_at_any_step_it_decides_as_it_would_have(new_s: float) -> None:
 
 @pytest.mark.process
 def test_two_processes_decide_alike() -> None:
-    (mine, changes, plan), (theirs, *other) = on_processes(2, partial(trained, stop=57, new_s=0.15))
+    (mine, changes, plan), (theirs, *other) = on_processes(2, partial(trained_in_a_process, stop=57, new_s=0.15))
     assert_same(*({name: x for name, x in each.items() if "running" not in name} for each in (mine, theirs)))
     assert [changes, plan] == other
     assert [change["kept"] for change in changes] == [True]

@@ -9,6 +9,7 @@ import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -238,6 +239,7 @@ def facts_of(job: Job, batch: int, *, threads: int = 0, starved: float = 0.0) ->
     )
 
 
+@cache  # each live verdict asks for it
 def layer_s(device: torch.device) -> float:
     """Seconds of forward and backward of a layer with almost no work: the cost of its call.
 

@@ -72,8 +72,7 @@ class _Growing:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.factor = int(state["factor"])
         batch, parts, accumulate = self.first
-        part = batch // parts // self.loader.size
-        most = max(1, self.at_once // part)
+        most = max(1, self.at_once // (batch // parts // self.loader.size))  # times as large as a part is at first
         larger = max(n for n in range(1, most + 1) if self.factor % n == 0)
         self.job.accumulate = accumulate * self.factor // larger
         self.loader.configure(batch=batch * self.factor, parts=parts * self.factor // larger)

@@ -130,17 +130,17 @@ class _Following(Adaptive):
 
     def batches(self, inner: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of an epoch; after a change of shares the rest of them in the new ones."""
-        again = True
-        while again:
-            again = self.leaves = False
+        while True:
+            self.leaves = False
             for batch in inner:
                 self.count_time()
                 self.seen += len(batch[1])
                 self.begun_s = self.job.clock.now()
                 yield batch
                 if self.leaves and self.loader.position and self.loader.position % self.loader.parts == 0:
-                    again = True
                     break
+            else:
+                return
 
     def count_time(self) -> None:
         """Adds the time since the last batch was handed out, but for what was spent waiting for other ranks."""
