@@ -112,6 +112,15 @@ def test_a_step_lies_between_its_fast_and_its_slow_case(name: str, gpus: int) ->
     assert fast < simulator.step(gpus, gpus * 64).step_s < slow
 
 
+def test_the_range_has_the_jitter_of_both_releases_and_nothing_slowed_in_its_fast_case() -> None:
+    gpu = load("abci").device
+    fast, slow = (case.cluster.device for case in extremes(Simulator(load("abci"), small())))
+    assert fast.jitter < gpu.jitter < slow.jitter
+    assert fast.compute_share == 1.0 > gpu.compute_share > slow.compute_share
+    assert slow.alpha_ms / fast.alpha_ms == pytest.approx(slow.beta_ms / fast.beta_ms)
+    assert fast.alpha_ms < gpu.alpha_ms < slow.alpha_ms
+
+
 def test_weights_of_other_networks_pass_through_memory_in_each_step() -> None:
     with torch.device("meta"):
         net = model_costs("alexnet", alexnet(), (3, 224, 224))

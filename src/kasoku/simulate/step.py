@@ -5,19 +5,13 @@ Times and timelines come from `cost_model.forecast`, with which `Overlap` on a v
 (tests/distributed). Gradients may be sent in fewer bytes than they have in memory: see `collectives`.
 
 Note: asynchronous ranks send no all-reduces. Each of N ranks owns an Nth of the weights. A rank sends to each owner
-that part of its update and receives as many bytes: two all-to-alls, whose time the busiest link determines
-(`collectives.exchange`). Not simulated are the additions of the owners, copies between a GPU and its host, and requests
-for data. There is no timeline of them.
+that part of its update and receives as many bytes: two all-to-alls, bounded by the busiest link. Not simulated: the
+owners' additions, copies between a GPU and its host, requests for data. There is no timeline of them.
 
-Note: stragglers. A step ends when the slowest rank has computed, and GPUs of one kind differ in speed: their chips,
-power limits and cooling differ. So a rank takes the median time times exp(spread * z), where z is normal and constant
-for the whole run: a product of many small factors is log-normal, and slow GPUs stay slow from step to step. The spread
-was measured on 336 V100 of Longhorn and 219 A100 of Lonestar6, each training a ResNet-50, from the quartiles of their
-median iterations as those of a log-normal law (ln(q75/q25)/1.349): 0.0226 and 0.0208. Source: Sinha et al. 2022 (arXiv
-2208.11035) and Jain et al. 2024 (arXiv 2408.11919), their published tables (hal-uw/blox-pal, aggregated_data, at
-da726cab). The law and its figures were fixed before the published steps that test it were simulated.
-
-Note: jitter, transfers beside computing, ranges. Their laws, figures and sources: docs/simulate.md.
+Note: stragglers. A step ends when the slowest rank has computed, and GPUs of one kind differ. A rank takes the median
+time times exp(spread * z), where z is normal and constant for the run: slow GPUs stay slow. That law and its figures
+were fixed before the published steps that test it were simulated. Jitter, transfers beside computing, ranges, and the
+sources of all figures: docs/simulate.md.
 """
 
 import math
@@ -41,7 +35,8 @@ from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
 
 _FP32 = 4  # bytes of an element
 _POINTS = 4001  # of an integral
-_UNSURE = 0.034  # of computing: the largest residual of a published step that calibrates a GPU
+_UNSURE = 0.059  # of computing: half of an 80 % prediction interval from the residuals of V100's published steps
+_JITTERS = 0.0118, 0.0447  # of the releases of software that logged the least and the most
 
 
 @dataclass(frozen=True)
@@ -221,15 +216,13 @@ class Simulator:
 
 
 def extremes(simulator: Simulator) -> list[Simulator]:
-    """A fast and a slow case of all that is not certain."""
+    """A fast and a slow case of all that is not certain; each figure has its source in docs/simulate.md."""
     cluster, gpu, cases = simulator.cluster, simulator.cluster.device, []
-    for chance, compute, share, latency in ((0.1, 1 - _UNSURE, 1.0, 1.0), (0.9, 1 + _UNSURE, 1 / 1.4, 3.5)):
-        own = replace(
-            gpu,
-            alpha_ms=compute * gpu.alpha_ms,
-            beta_ms=compute * gpu.beta_ms,
-            compute_share=min(gpu.compute_share, share),
-        )
+    for chance, by, share, latency, jitter in (
+        (0.1, 1 - _UNSURE, 1.0, 1.0, min(gpu.jitter, _JITTERS[0])),
+        (0.9, 1 + _UNSURE, min(gpu.compute_share, 1 / 1.4), 3.5, max(gpu.jitter, _JITTERS[1])),
+    ):
+        own = replace(gpu, alpha_ms=by * gpu.alpha_ms, beta_ms=by * gpu.beta_ms, compute_share=share, jitter=jitter)
         other = replace(cluster, gpu="", own_gpu=own, latency=latency * cluster.latency)
         cases.append(replace(simulator, cluster=other, chance=chance))
     return cases
