@@ -78,10 +78,9 @@ class TorchComm(Comm):
             return _Handle(_reduce_scatter(out.view(-1), x.view(-1), group=self._group, async_op=True))
         own, pair = x.view(self.size, x.numel() // self.size), self.size == 2
         sent = own[1 - self.rank] if pair else own  # its own part stays where it is
-        sizes = [self.rank * len(sent), (1 - self.rank) * len(sent)] if pair else None
         parts = torch.empty_like(sent)
-        work = dist.all_to_all_single(parts.view(-1), sent.view(-1), sizes, sizes, group=self._group, async_op=True)
         both, flat = (own[self.rank], parts), out.view(-1)
+        work = self._exchange(parts, sent)
         return _Handle(work, finish=lambda: torch.add(*both, out=flat) if pair else torch.sum(parts, 0, out=flat))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
@@ -89,7 +88,14 @@ class TorchComm(Comm):
         parts = out.view(self.size, x.numel())
         if x.device.type != "cpu" or parts[self.rank].data_ptr() != x.data_ptr():
             return _Handle(_all_gather(out.view(-1), x.view(-1), group=self._group, async_op=True))
+        if self.size == 2:
+            return _Handle(self._exchange(parts[1 - self.rank], x))
         return _Handle(*(dist.broadcast(p, group=self._group, group_src=r, async_op=True) for r, p in enumerate(parts)))
+
+    def _exchange(self, out: Tensor, x: Tensor) -> Any:
+        """An all-to-all; between two ranks of all of x, both ways at once, where two broadcasts would take turns."""
+        sizes = [self.rank * x.numel(), (1 - self.rank) * x.numel()] if self.size == 2 else None
+        return dist.all_to_all_single(out.view(-1), x.view(-1), sizes, sizes, group=self._group, async_op=True)
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         """Sends x to one rank; gloo knows only in `wait()` whether it has ended."""
