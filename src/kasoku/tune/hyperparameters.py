@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
@@ -25,7 +26,7 @@ from kasoku.core.files import locked_folder, write_text
 from kasoku.tune.fork_server import Process, Start, fork_server, new_process
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
-_POLL_S = 0.05
+_POLL_S = 0.02
 _GRACE_S = 120.0  # from SIGTERM to SIGKILL, to write a checkpoint
 _MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their settings
 _REMEDY = "mend that, and give another --out"
@@ -188,16 +189,16 @@ def search(plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[s
     1810.05934) prunes a trial after 1, 4, 16, ... evaluations if it is not in the best quarter of those that came as
     far; "median" if its best accuracy is below the median of finished trials at the same evaluation.
     """
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"') from error
+    if not find_spec("optuna"):
+        raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"')
     server = fork_server(plan.prepare) if plan.prepare else nullcontext(new_process)
     with server as start, locked_folder(plan.folder, "search"):
+        import optuna  # while the server prepares
+
         trials, polled_s = _Trials(optuna, plan, say, start), 0.0
         try:
             while not caught and trials.start_free_jobs():
-                time.sleep(max(_POLL_S, 20 * polled_s))  # long metrics take time to read, from the trials
+                time.sleep(max(_POLL_S, 10 * polled_s))  # long metrics take time to read, from the trials
                 began = time.perf_counter()
                 trials.poll()
                 polled_s = time.perf_counter() - began
