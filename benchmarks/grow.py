@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from common import finish, spread
+from common import finish, parse, spread
 from kasoku.core import Job, Linear, Schedule
 from kasoku.data import Dataset, GrowBatch, Memory, fashion_mnist, loader
 from kasoku.device import Device, choose
@@ -42,6 +42,11 @@ from kasoku.training.evaluation import evaluate
 from kasoku.tune import TimeToTarget, tune_batch_size
 
 SIZES, CRITICAL, WARMUP = (16, 32, 64, 128, 256, 512), 1.1, 0.5
+CLAIMS = {
+    "tune/grow/updates_over_best": ("updates_over_best", "best", "batches"),
+    "tune/grow/seconds_over_best": ("seconds_over_best",),
+    "tune/grow/top1_minus_best": ("top1_minus_best", "low", "high"),
+}
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--budget", type=float, default=40, help="seconds of a search (default: %(default)s)")
     parser.add_argument("--base", type=int, default=64, choices=SIZES, help="the first batch of the growing side")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     dataset = dataset_of(arguments.data, arguments.images)
     test = loader(dataset, "test", 1000)
     began = time.perf_counter()
@@ -167,7 +172,7 @@ def main() -> int:
     }
     names = ("images", "epochs", "budget", "base")
     parameters: dict[str, object] = {"sizes": SIZES, **{name: getattr(arguments, name) for name in names}}
-    finish("grow", {**parameters, "threads": torch.get_num_threads()}, figures)
+    finish("grow", {**parameters, "threads": torch.get_num_threads()}, figures, CLAIMS)
     return 0
 
 

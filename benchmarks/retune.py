@@ -26,7 +26,7 @@ from typing import Any
 from asynchronous_accuracy import images
 from asynchronous_hosts import PERIOD_US, freed, job_of, limited, trained
 from cluster import Transfer, agreed, balance, connected, on_hosts, shape
-from common import finish
+from common import finish, parse
 from kasoku.core import Comm, Job
 from kasoku.data import Shares, by_speed
 from kasoku.distributed import Overlap
@@ -51,7 +51,8 @@ def rank_main(asked: argparse.Namespace) -> None:
             f"{side}_over_tuned": max(figures[case][state][side] for case in asked.cases for state in STATES[1:])
             for side in ("retuned", "fixed")
         }
-        finish("retune", vars(asked), {**worst, **noise, "n": JUDGED, **figures})
+        claims = {f"retune/{asked.ranks}_ranks/over_tuned": ("retuned_over_tuned", "fixed_over_tuned", *asked.cases)}
+        finish("retune", vars(asked), {**worst, **noise, "n": JUDGED, **figures}, claims)
 
 
 class Limits:
@@ -150,7 +151,7 @@ def main() -> int:
     parser.add_argument("--ratio", type=float, default=1.0, help="of sending to computing (default: %(default)s)")
     parser.add_argument("--noise", type=float, default=0.0, metavar="SECONDS")
     parser.set_defaults(steps=0, lr=0.01, widths=[64, 128, 256])
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if "RANK" not in os.environ:
         return on_hosts(__file__, sys.argv[1:], arguments.ranks, limit_s=3600 + 2 * arguments.noise)
     rank_main(arguments)

@@ -3,7 +3,7 @@
     python benchmarks/trials.py [--cases digits fashion] [--rounds N] [--trials N]
 
 Trials choose rate, momentum and weight decay of a recipe: the digits (8 epochs of digits_cnn_98, with SGD), and
-Fashion-MNIST (4 epochs of documents/004_search); they are evaluated after each epoch. In each round, one after another:
+Fashion-MNIST (an epoch of documents/004_search); they are evaluated eight times. In each round, one after another:
 - ours: `kasoku search` as it is: two forks at once, a thread each, successive halving.
 - cold: the same search as it was before: a new process a trial, and the median rule. The ratio has both causes.
 - optuna-TRIALSxTHREADS: a loop that a good user would write: one process, data read once, kasoku's own trainer without
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from common import finish, spread
+from common import finish, parse, spread
 
 HERE = Path(__file__).resolve().parent
 LOOPS = {"optuna-1x1": (1, 1), "optuna-1x2": (1, 2), "optuna-2x1": (2, 1)}  # trials at once, threads of each
@@ -42,6 +42,10 @@ SPACE = """
 "optimizer.momentum" = { choices = [0.5, 0.8, 0.9, 0.95] }
 "optimizer.weight_decay" = { low = 1e-5, high = 1e-2, log = true }
 """
+CLAIMS = {  # of tune/trials/CASE
+    "over_optuna": ("over_optuna", "best"),
+    "over_cold": ("over_cold", "seconds"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Case:
 
 CASES = {
     "digits": Case("digits_cnn_98", (SGD, "epochs=8", "evaluate.every=1", "evaluate.target=0")),
-    "fashion": Case("documents/004_search", ("epochs=4", "evaluate.every=1")),
+    "fashion": Case("documents/004_search", ("evaluate.every=0.125",)),
 }
 
 
@@ -151,7 +155,7 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # of one process
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.side:
         runs = {"ours": ours, "cold": cold} | {name: partial(optuna_loop, *how) for name, how in LOOPS.items()}
         case = CASES[arguments.cases[0]]
@@ -184,8 +188,11 @@ def main() -> None:
         }
     figures |= {"ours_over_cold": round(max(over_cold), 4), "ours_over_optuna": round(max(over_optuna), 4)}
     figures["best_minus"] = round(min(off), 3)
+    claims = {
+        f"tune/trials/{c}/{k}": [f"{c}.{key}" for key in keys] for c in arguments.cases for k, keys in CLAIMS.items()
+    }
     parameters = {"cases": arguments.cases, "trials": arguments.trials, "rounds": arguments.rounds}
-    finish("trials", {**parameters, "threads": torch.get_num_threads()}, figures)
+    finish("trials", {**parameters, "threads": torch.get_num_threads()}, figures, claims)
 
 
 if __name__ == "__main__":
