@@ -44,8 +44,9 @@ from kasoku.distributed import OneBucket
 BUCKETS_MB = (1, 2, 5, 10, 25)
 GROWING_MB = [1, 2, 4, 8, 16, 25]
 STEPS, BUDGET_S = 3, 300
+OF_ALL = ("ours_over_best_of_all", "best_of_all", "sharded_over_overlap")
 CLAIMS = {  # of overlap/MODEL/CASE
-    "over_best_ddp": ("ours_over_best_ddp", "all_reduce_over_compute", "best_ddp"),
+    "over_best_ddp": ("ours_over_best_ddp", "all_reduce_over_compute", "best_ddp", *OF_ALL),
     "over_bound": ("ours_over_bound", "bound_contended"),
 }
 

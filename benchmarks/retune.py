@@ -33,6 +33,9 @@ from kasoku.distributed import Overlap
 
 SHARE, WINDOW = 0.8, 15  # of a core; steps
 FIRST, LATER, JUDGED = 6, 11, 4  # windows in the first state, in each later one; the last of these are compared
+CLAIMS = {
+    f"retune/{n}_ranks/over_tuned": ("retuned_over_tuned", "fixed_over_tuned", "link", "processor") for n in (2, 4)
+}
 STATES = ("whole", "halved", "given_back")
 
 
@@ -51,7 +54,7 @@ def rank_main(asked: argparse.Namespace) -> None:
             f"{side}_over_tuned": max(figures[case][state][side] for case in asked.cases for state in STATES[1:])
             for side in ("retuned", "fixed")
         }
-        claims = {f"retune/{asked.ranks}_ranks/over_tuned": ("retuned_over_tuned", "fixed_over_tuned", *asked.cases)}
+        claims = {name: keys for name, keys in CLAIMS.items() if f"/{asked.ranks}_" in name}
         finish("retune", vars(asked), {**worst, **noise, "n": JUDGED, **figures}, claims)
 
 

@@ -42,9 +42,9 @@ SPACE = """
 "optimizer.momentum" = { choices = [0.5, 0.8, 0.9, 0.95] }
 "optimizer.weight_decay" = { low = 1e-5, high = 1e-2, log = true }
 """
-CLAIMS = {  # of tune/trials/CASE
-    "over_optuna": ("over_optuna", "best"),
-    "over_cold": ("over_cold", "seconds"),
+CLAIMS = {
+    "tune/trials/digits/over_optuna": ("digits.over_optuna", "digits.best"),
+    "tune/trials/digits/over_cold": ("digits.over_cold", "digits.seconds"),
 }
 
 
@@ -188,11 +188,8 @@ def main() -> None:
         }
     figures |= {"ours_over_cold": round(max(over_cold), 4), "ours_over_optuna": round(max(over_optuna), 4)}
     figures["best_minus"] = round(min(off), 3)
-    claims = {
-        f"tune/trials/{c}/{k}": [f"{c}.{key}" for key in keys] for c in arguments.cases for k, keys in CLAIMS.items()
-    }
     parameters = {"cases": arguments.cases, "trials": arguments.trials, "rounds": arguments.rounds}
-    finish("trials", {**parameters, "threads": torch.get_num_threads()}, figures, claims)
+    finish("trials", {**parameters, "threads": torch.get_num_threads()}, figures, CLAIMS)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,6 @@ records = importlib.import_module("records")
 
 WITHOUT_RECORD = {
     "bits": "its figure is the comparison of two checkouts, which is made by hand",
-    "trials": "not measured yet on a machine that did nothing else",
-    "retune": "not measured yet on a machine that did nothing else",
-    "grow": "not measured yet on a machine that did nothing else",
 } | dict.fromkeys(
     (
         "batch_sizes",
