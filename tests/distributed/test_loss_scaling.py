@@ -214,7 +214,7 @@ def test_updates_wait_only_where_a_reducer_may_overflow(
 
     check_same(Threads(2).run(run))
     said = "kasoku: Overlap: LowRank may make gradients infinite, which a step must know, so it waits for all of them"
-    lines = [line for line in capsys.readouterr().out.splitlines() if "Overlap" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Overlap" in line]
     assert lines == ([] if late else [said.replace("LowRank", type(reducer).__name__)])
 
 

@@ -221,7 +221,7 @@ def test_overlap_works_with(more: tuple[Technique, ...], capsys: pytest.CaptureF
     for (plain, plain_out), (hidden, hidden_out) in zip(waits, hides, strict=True):
         contracts.assert_same(plain, hidden)
         assert torch.equal(plain_out, hidden_out)
-    said = capsys.readouterr().out.count("waits for all of them")
+    said = capsys.readouterr().err.count("waits for all of them")
     assert said == (1 if isinstance(more[0], Clip) else 0)
 
 
@@ -535,7 +535,7 @@ def test_a_model_whose_forward_is_not_seen_keeps_its_first_groups(capsys: pytest
         return job.kept("overlap").profiler is None
 
     assert Threads(2).run(run) == [True, True]
-    assert capsys.readouterr().out.count("no whole step in training mode") == 1
+    assert capsys.readouterr().err.count("no whole step in training mode") == 1
 
 
 def test_a_model_without_a_gradient_is_refused() -> None:

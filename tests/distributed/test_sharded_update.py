@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import contracts
 from helpers.ranks import on_processes
+from helpers.virtual_comm import Emulate, SimComm
 from kasoku.core import Comm, InputError, Job, Linear, Technique, Threads
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.distributed import Asynchronous, Fixed, Graded, OneBucket, Overlap, PerLayer, Planned, Policy, Replay, Wire
-from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
+from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, LinkModel, Sized, UnitTimes, forecast
 from kasoku.distributed.torch_comm import _Handle
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, LARS, Clip, Rate, Trust, adamw, lars, muon, sgd
@@ -98,6 +99,56 @@ def test_a_plan_in_chunks_is_sharded_once_it_is_found(rule: str) -> None:
 
     for whole, sharded in Threads(2).run(run):
         contracts.assert_same(whole, sharded)
+
+
+def test_a_sharded_chunk_is_two_transfers_of_half_its_bytes() -> None:
+    link = LinkModel(1e-3, 1e6)
+    units = [UnitTimes("a", 0.1, 0.2, 0.4), UnitTimes("b", 0.3, 0.5, 0.8)]
+    tensors = [Sized(0, 10_000, 40_000, name="a"), Sized(1, 20_000, 80_000, name="b")]
+    plan = replace(PerLayer(0).plan(tensors), ranks=2)
+    small_s, large_s = link.seconds(20_000), link.seconds(40_000)
+    assert large_s < 0.2  # b's sum arrives beside the backward of a, then a's after it, and a's and b's parameters
+    step_s = 0.7 + small_s + small_s + 0.2 + 0.1 + 0.4 + 0.3
+    assert forecast(units, tensors, plan, link).step_s == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize(("update_s", "latency_s", "chosen"), [(5e-2, 1e-5, True), (1e-5, 1e-2, False)])
+def test_the_planner_shares_updates_where_that_is_faster(update_s: float, latency_s: float, chosen: bool) -> None:
+    def shares(tried: bool) -> bool:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        units = tuple(UnitTimes(str(i), 1e-3, 2e-3, update_s) for i in range(4))
+        job = Job(model, lambda m: sgd(m, lr=0.1), comm=SimComm(2, LinkModel(latency_s, 1e9)))
+        job.apply(Emulate(units), Overlap(Planned(warm=1, measure=1, shards=tried)))
+        for _ in range(6):
+            job.model(torch.zeros(2, 64)).sum().backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        engine: Any = job.kept("overlap")
+        assert engine.profiler is None, "the plan is found"
+        return engine.sharing is not None
+
+    assert [shares(tried) for tried in (False, True)] == [False, chosen]
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_plan_that_shares_updates_is_resumed_as_the_settings_allow(shards: bool) -> None:
+    def run(comm: Comm) -> list[Any]:
+        job = job_on(comm, "sgd", replace(CHUNKS, shards=True), model=Exact(torch.float32))
+        engine: Any = job.kept("overlap")
+        contracts.train(job, 1)
+        engine.change_plan(replace(engine.layout.plan, ranks=comm.size), True)
+        contracts.train(job, 2)
+        state = contracts.through_a_file({"model": job.model.state_dict(), "job": job.state_dict()})
+        contracts.train(job, 2)
+        again = job_on(comm, "sgd", replace(CHUNKS, shards=shards), model=Exact(torch.float32))
+        again.model.load_state_dict(state["model"])
+        again.load_state_dict(state["job"])
+        assert (again.kept("overlap").sharing is not None) == shards
+        contracts.train(again, 2)
+        return [contracts.weights(job), contracts.weights(again)]
+
+    for never_stopped, resumed in Threads(2).run(run):
+        contracts.assert_same(never_stopped, resumed)
 
 
 @dataclass(frozen=True)

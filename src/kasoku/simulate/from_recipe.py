@@ -227,8 +227,8 @@ def sharing(recipe: Recipe) -> Sharing:
         return Sharing(exchange.buckets, asynchronous=exchange)
     if not exchange.overlaps_backward:
         return Sharing(AfterBackward())
-    if exchange.shard:
-        raise InputError("Overlap(shard=true): sharded updates are not simulated: set shard = false")
+    if exchange.shard or getattr(exchange.buckets, "shards", False):
+        raise InputError("Overlap: sharded updates are not simulated: set shard = false, and shards of Planned")
     flat(exchange.reducer)  # raises for a reducer that is not simulated
     whole = any(t.needs_whole_gradients for t in techniques)
     policy, late = exchange.buckets, exchange.next_forward and not whole

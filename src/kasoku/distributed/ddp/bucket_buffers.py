@@ -79,13 +79,11 @@ class BucketLayout:
     """The buckets of a plan, in its numbering.
 
     `allocated`: their buffers are there all the time; `notes_ranges`: of the gradients of each chunk, for `overflow`.
-    `ranks`: above 1, each chunk has as many equal parts; `order` has the chunks of the plan, so rounded.
+    `order`: the chunks of the plan; rounded to as many equal parts as ranks share its updates, if several do.
     """
 
-    def __init__(
-        self, plan: BucketPlan, layers: LayerIndex, *, allocated: bool, notes_ranges: bool, ranks: int = 1
-    ) -> None:
-        self.plan, self.notes_ranges = plan, notes_ranges
+    def __init__(self, plan: BucketPlan, layers: LayerIndex, *, allocated: bool, notes_ranges: bool) -> None:
+        self.plan, self.notes_ranges, ranks = plan, notes_ranges, plan.ranks
         self.ranges: list[tuple[Tensor, Tensor]] = []
         self.names = {p: name for name, p in layers.named}
         self.buckets = [Bucket([layers.named[i] for i in bucket], ranks) for bucket in plan.buckets]

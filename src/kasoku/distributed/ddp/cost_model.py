@@ -10,7 +10,7 @@ bytes): `compute_share` and `link_share` are the fractions of their speeds that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from kasoku.core import InputError
@@ -76,11 +76,12 @@ class BucketPlan:
     buckets: tuple[tuple[int, ...], ...]
     order: tuple[Chunk, ...]
     policy: str = ""
+    ranks: int = 1  # that share each update; above 1 a chunk is two transfers of half its bytes
 
     def state_dict(self, late: bool) -> dict[str, Any]:
         """Plain values, for a checkpoint; `late`: whether its updates are late."""
-        order = [[chunk.bucket, chunk.start, chunk.stop] for chunk in self.order]
-        return {"groups": [*map(list, self.buckets)], "order": order, "policy": self.policy, "late": late}
+        order, kept = [[*astuple(chunk)] for chunk in self.order], {"policy": self.policy, "ranks": self.ranks}
+        return {"groups": [*map(list, self.buckets)], "order": order, **kept, "late": late}
 
     @classmethod
     def of_state(cls, state: dict[str, Any], tensors: int) -> tuple["BucketPlan", bool]:
@@ -88,7 +89,8 @@ class BucketPlan:
         buckets = tuple(tuple(bucket) for bucket in state["groups"])
         if sorted(i for bucket in buckets for i in bucket) != list(range(tensors)):
             raise InputError("checkpoint of Overlap: a plan for another model; resume with the run's recipe")
-        return cls(buckets, tuple(Chunk(*chunk) for chunk in state["order"]), state["policy"]), state["late"]
+        order = tuple(Chunk(*chunk) for chunk in state["order"])
+        return cls(buckets, order, state["policy"], state.get("ranks", 1)), state["late"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,11 @@ def forecast(
     unit_of = [min(tensors[i].unit for i in bucket) for bucket in plan.buckets]  # the first to read it
     width = [tensors[bucket[0]].width for bucket in plan.buckets]
     sizes = [(p.bucket, (p.stop - p.start) * width[p.bucket]) for p in plan.order]
+    ready_after = [len(units) - unit_of[bucket] for bucket, _ in sizes]
+    if plan.ranks > 1:  # sums behind backward, then parameters in the order of need
+        sizes = [(bucket, size / 2) for bucket, size in sizes]
+        sizes += sorted(sizes, key=lambda sent: unit_of[sent[0]])
+        ready_after += [len(units)] * len(plan.order)
     last = {bucket: i for i, (bucket, _) in enumerate(sizes)}
     first_read: list[list[int]] = [[] for _ in units]
     for bucket in sorted(last, key=lambda b: last[b]):
@@ -132,9 +139,9 @@ def forecast(
     elements = [0] * len(units)
     for t in tensors:
         elements[t.unit] += t.elements
-    shares = [units[t.unit].update_s * t.elements / max(1, elements[t.unit]) for t in tensors]
+    shares = [units[t.unit].update_s * t.elements / max(1, elements[t.unit]) / plan.ranks for t in tensors]
 
-    streams = _Streams(link, sizes, [len(units) - first for first in unit_of], timeline=timeline)
+    streams = _Streams(link, sizes, ready_after, timeline=timeline)
     for unit in reversed(units):
         streams.compute(unit.backward_s, "backward", unit.name)
         streams.ended += 1
@@ -151,7 +158,7 @@ def forecast(
 class _Streams:
     """The compute stream and the link, advanced together from event to event.
 
-    `ready_after`: for each bucket, how many backward tasks must have ended before it is sent.
+    `ready_after`: for each chunk, how many backward tasks must have ended before it is sent.
     """
 
     def __init__(
@@ -166,7 +173,7 @@ class _Streams:
 
     def compute(self, work_s: float, kind: str, what: str | int) -> None:
         start = self.now
-        while work_s > 0 and self.sent < len(self.chunks) and self.ready_after[self.chunks[self.sent][0]] <= self.ended:
+        while work_s > 0 and self.sent < len(self.chunks) and self.ready_after[self.sent] <= self.ended:
             mine, theirs = work_s / self.link.compute_share, self.left / self.link.link_share
             span = min(mine, theirs)
             work_s = 0.0 if mine <= theirs else work_s - span * self.link.compute_share

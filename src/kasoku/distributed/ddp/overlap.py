@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from kasoku.core import Job, Stage, Technique
+from kasoku.core import Job, Stage, Technique, say
 from kasoku.distributed.ddp.all_reduce import TWO_AVERAGES, start_equal
 from kasoku.distributed.ddp.bucket_plan import Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reducer
@@ -32,12 +32,11 @@ class Overlap(Technique):
         reducer: how a chunk is averaged: Mean, Wire (bf16 or fp16), LowRank, Hierarchical.
         unused: a parameter without a gradient: "refuse" it, or "skip" it on ranks without (one more collective a step).
         shard: each rank receives the mean of its part of each bucket, updates it, and gathers the other parts ahead of
-            the layers that need them. For SGD, AdamW and other rules by element, and LARS; Planned does not choose it.
+            the layers that need them. For SGD, AdamW, other rules by element, and LARS; see also Planned.shards.
             `job.drain()`, `close()`, every `state_dict()` and the first forward after a step, in evaluation too, are
             then collective: call `job.drain()` on all ranks before one of them uses the model alone.
-        retune: where steps take 15 % more or less time than they did, in two windows of 15 steps, layers and link are
-            measured again. A plan that promises 2 % less is taken, and taken back unless it keeps that. Needs Planned;
-            not with shard, Asynchronous, or SavedMemory in backward.
+        retune: where steps take 15 % more or less time in two windows of 15 steps, layers and link are measured again;
+            a plan that promises 2 % less is tried. Needs Planned; not with shard, Asynchronous, updates in backward.
 
     Saves: the time of communication, as far as compute covers it. Sharded: all but 1/N of updates and their state.
     Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
@@ -49,8 +48,7 @@ class Overlap(Technique):
         and at a checkpoint, which gathers the state, the peak memory is that of whole updates. Not yet seen on a GPU.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same buckets; sharded on two ranks, for
         rules by element. Elsewhere sums have another order.
-    Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler);
-        ZeRO (arXiv 1910.02054).
+    Ref: [000] 4.4; [003]; Jayarajan 2019 (P3, arXiv 1905.03960); Peng 2019 (ByteScheduler); ZeRO (arXiv 1910.02054).
     """
 
     stage: ClassVar[Stage] = Stage.COMM
@@ -77,16 +75,16 @@ class Overlap(Technique):
         start_equal(job, job.step_comm)
         updates = job.in_backward
         frees = updates is not None and not self.skips_unused and updates.active(exchanged=True)
-        if self.shard:
+        if may_shard := self.shard or (isinstance(self.buckets, Planned) and self.buckets.shards):
             refuse(job, self.reducer, frees=frees)
         if self.retune:
-            refuse_retuning(job, self.buckets, shard=self.shard, frees=frees)
+            refuse_retuning(job, self.buckets, shard=may_shard, frees=frees)
         if updates is not None and frees:
             engine: Engine = FreeingEngine(job, self, updates, vetoed=job.vetoes_steps)
         else:
             engine = Engine(job, self, job.step_comm, vetoed=job.vetoes_steps)
         if frees and self.next_forward:
-            engine.print_once("Overlap: gradients are freed in backward, so no update waits for the next forward")
+            say("Overlap: gradients are freed in backward, so no update waits for the next forward", job.comm.rank)
         job.gradient_ready(engine.arrive)
         job.before_step(engine.step)
         job.after_step(engine.end_step)
@@ -104,21 +102,15 @@ class Overlap(Technique):
         job.on_close(engine.reduce.settle)
         if self.shard and not isinstance(self.buckets, Planned):
             engine.change_plan(engine.layout.plan, True)
-        if engine.late and (reason := _needs_all(job, engine)):
+        vetoed = job.vetoes_steps and not engine.decides
+        reason = f"{type(self.reducer).__name__} may make gradients infinite, which a step must know" if vetoed else ""
+        reason = "a technique needs all gradients before any update" if job.needs_whole_gradients else reason
+        if engine.late and reason:
             engine.late = engine.may_be_late = False
-            engine.print_once(f"Overlap: {reason}, so it waits for all of them")
+            say(f"Overlap: {reason}, so it waits for all of them", job.comm.rank)
         if isinstance(self.buckets, Planned) and not frees:
             engine.profiler = StepProfiler(job, self.buckets, engine.comm, engine.reduce, engine.layers, engine.layout)
             engine.replanning = Replanning(engine, self.buckets) if self.retune else None
-
-
-def _needs_all(job: Job, engine: Engine) -> str:
-    """Why no bucket can be updated before all gradients are there; empty if it can."""
-    if job.needs_whole_gradients:
-        return "a technique needs all gradients before any update"
-    if job.vetoes_steps and not engine.decides:
-        return f"{type(engine.settings.reducer).__name__} may make gradients infinite, which a step must know"
-    return ""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kasoku.core import Adaptive, Comm, Hyper, InputError, Job
+from kasoku.core import Adaptive, Comm, Hyper, InputError, Job, say
 from kasoku.core.backward_updates import BackwardUpdates
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy
@@ -60,11 +60,6 @@ class Engine:
         kind = self.layout.buckets[0].flat.device.type
         autocast = torch.amp.is_autocast_available(kind)
         self.full_precision = torch.autocast(kind, enabled=False) if autocast else nullcontext()
-
-    def print_once(self, line: str) -> None:
-        """Prints on rank 0."""
-        if self.job.comm.rank == 0:
-            print(f"kasoku: {line}", flush=True)
 
     # ---- in backward
 
@@ -158,7 +153,7 @@ class Engine:
             again.end_measuring(found)
         elif found is None:
             self.change_plan(self.layout.plan, self.late)
-            self.print_once("Overlap: no whole step in training mode was seen, so the first buckets stay")
+            say("Overlap: no whole step in training mode was seen, so the first buckets stay", self.job.comm.rank)
         else:
             plan, self.forecast, late, self.link = found
             self.change_plan(plan, late)
@@ -205,10 +200,12 @@ class Engine:
             self.profiler.close()
             self.profiler = None
         self.reduce.load_state_dict({})
-        self.late = self.may_be_late and (late or self.settings.shard)  # the next forward hides gathers
+        shard = self.settings.shard or (plan.ranks > 1 and self.settings.buckets.shards)
+        plan = replace(plan, ranks=self.comm.size if shard else 1)
+        self.late = self.may_be_late and (late or shard)  # the next forward hides gathers
         self.key_prefix = "planned"
-        self.layout = self.lay_out(plan, ranks=self.comm.size if self.settings.shard else 1)
-        if self.settings.shard:
+        self.layout = self.lay_out(plan)
+        if shard:
             self.sharing = self.sharing or SharedUpdates(self.job, self.comm, self.full_precision)
             self.sharing.share(self.layout)
 

@@ -14,7 +14,7 @@ import math
 import operator
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -59,7 +59,7 @@ class StepProfiler:
     def __init__(
         self, job: Job, settings: Planned, comm: Comm, reduce: Reduce, layers: LayerIndex, layout: BucketLayout
     ) -> None:
-        self.job, self.reduce, self.layers, self.layout = job, reduce, layers, layout
+        self.job, self.reduce, self.layers, self.layout, self.shards = job, reduce, layers, layout, settings.shards
         self.ranks = job.step_comm  # of now: in a synchronous phase other nodes, which may have a plan, step along
         batches = operator.length_hint(job.loader)  # 0: not known
         most = max(1, batches // job.accumulate // _SHARE) if batches else settings.measure
@@ -218,6 +218,10 @@ class StepProfiler:
             kept = shares(alone_s, beside_s, rest_s, self.transfers / len(self.zeros) * transfer_s)
             link = LinkModel(self.latency_s, sum(t.size for t in tensors) / moving_s, *kept)
             plan, seen, late = search(units, tensors, link, next_forward=next_forward)
+            sharded = replace(plan, ranks=comm.size, policy=f"{plan.policy}, updates shared")
+            other = forecast(units, tensors, sharded, link, next_forward=next_forward)
+            if self.shards and other.step_s < _WORTH * seen.step_s:
+                plan, seen, late = sharded, other, next_forward
             result = (layers.order, (plan, seen, late, link))
             if now_late is not None:
                 now = forecast(units, tensors, self.layout.plan, link, next_forward=now_late)
