@@ -28,12 +28,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 844,
     "device": 786,
     "data": 4684,
-    "distributed": 6035,  # sharded updates
+    "distributed": 6036,  # sharded updates
     "memory": 1930,
     "tracking": 244,
     "config": 1523,
     "tune": 1641,  # forks of a warm process, and halving, in kasoku search
-    "simulate": 1376,
+    "simulate": 1375,
     "report": 2255,
     "training": 2717,
     "commands": 1887,

@@ -10,8 +10,7 @@ owners' additions, copies between a GPU and its host, requests for data. There i
 
 Note: stragglers. A step ends when the slowest rank has computed, and GPUs of one kind differ. A rank takes the median
 time times exp(spread * z), where z is normal and constant for the run: slow GPUs stay slow. That law and its figures
-were fixed before the published steps that test it were simulated. Jitter, transfers beside computing, ranges, and the
-sources of all figures: docs/simulate.md.
+were fixed before the published steps that test it were simulated. The other causes, and all sources: docs/simulate.md.
 """
 
 import math

@@ -218,10 +218,11 @@ class StepProfiler:
             kept = shares(alone_s, beside_s, rest_s, self.transfers / len(self.zeros) * transfer_s)
             link = LinkModel(self.latency_s, sum(t.size for t in tensors) / moving_s, *kept)
             plan, seen, late = search(units, tensors, link, next_forward=next_forward)
-            sharded = replace(plan, ranks=comm.size, policy=f"{plan.policy}, updates shared")
-            other = forecast(units, tensors, sharded, link, next_forward=next_forward)
-            if self.shards and other.step_s < _WORTH * seen.step_s:
-                plan, seen, late = sharded, other, next_forward
+            if self.shards:
+                sharded = replace(plan, ranks=comm.size, policy=f"{plan.policy}, updates shared")
+                other = forecast(units, tensors, sharded, link, next_forward=next_forward)
+                if other.step_s < _WORTH * seen.step_s:
+                    plan, seen, late = sharded, other, next_forward
             result = (layers.order, (plan, seen, late, link))
             if now_late is not None:
                 now = forecast(units, tensors, self.layout.plan, link, next_forward=now_late)
