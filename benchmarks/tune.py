@@ -1,6 +1,6 @@
 """How close do the strategies come to the fastest batch, and in what share of the time of an exhaustive sweep?
 
-    python benchmarks/tune.py [--most N] [--rounds N] [--steps N] [--sweep-steps N] [--cases NAME ...]
+    python benchmarks/tune.py [--runs N] [--most N] [--rounds N] [--steps N] [--sweep-steps N] [--cases NAME ...]
 
 Three trainings on this device, a small cifarnet on 32x32 images (the package's digits, enlarged): `network` as it is;
 `cliff`: above CLIFF images forward is computed a second time, as where activations no longer fit and are recomputed, so
@@ -9,11 +9,12 @@ The sweep: sizes 8 x 1.25^k up to --most, 30 steps each (2 of them not counted),
 strategy searches from 8 to --most, beginning at START where it begins anywhere; [002]'s two end with the
 sweep's time. Then the epochs at the size found by each, at the sweep's best and at its largest are measured again, in
 turns, and each is compared with the sweep's best of the same round; medians over the rounds.
-found_over_best_time: Throughput's epoch over that of the sweep's best, the worst case (at most 1.02 is wanted; the
-sweep's best is itself chosen by noisy medians, so below 1 is possible). tuning_over_sweep_time: seconds of its search,
-copies and all, over those of the sweep, the worst case (at most 0.15). For information: usage_found_over_best,
-epochtime_found_over_best, target_epoch_over_best and largest_fit_over_best, the same of GpuUsageMaximize,
-EpochTimeMinimize, TimeToTarget (which does not look for the fastest epoch) and the largest size.
+found_over_best_time: Throughput's epoch over that of the sweep's best, the worst case of a run (at most 1.02 is wanted;
+the sweep's best is itself chosen by noisy medians, so below 1 is possible). tuning_over_sweep_time: seconds of its
+search, copies and all, over those of the sweep, the worst case of a run (at most 0.15). Both are medians over --runs,
+each with its own sweep and search. For information, of the first run: usage_found_over_best, epochtime_found_over_best,
+target_epoch_over_best and largest_fit_over_best, the same of GpuUsageMaximize, EpochTimeMinimize, TimeToTarget (which
+does not look for the fastest epoch) and the largest size.
 `time_to_target.py` measures TimeToTarget by what it is for.
 Result: records/. Why it matters: the largest batch that fits is not the fastest, and a search that takes as
 long as a sweep is not worth having.
@@ -25,9 +26,10 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -169,10 +171,13 @@ def swept(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, float], 
     return image_s, time.perf_counter() - begin
 
 
-def searched(case: Case, arguments: argparse.Namespace, sweep_s: float) -> dict[str, tuple[BatchSizeResult, float]]:
+def searched(
+    case: Case, arguments: argparse.Namespace, sweep_s: float, names: Iterable[str]
+) -> dict[str, tuple[BatchSizeResult, float]]:
     """The result and the seconds of each strategy."""
     out = {}
-    for name, strategy in STRATEGIES.items():
+    for name in names:
+        strategy = STRATEGIES[name]
         budget_s = PATIENCE * sweep_s if name in ("epochtime", "usage") else max(60.0, sweep_s)
         job = case.job(START)
         begin = time.perf_counter()
@@ -182,18 +187,18 @@ def searched(case: Case, arguments: argparse.Namespace, sweep_s: float) -> dict[
     return out
 
 
-def judged(case: Case, arguments: argparse.Namespace) -> dict[str, object]:
-    """A case: the sweep, the searches, and the sizes again in turns."""
+def judged(case: Case, arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """A case: the sweep, the searches of these strategies, and the sizes again in turns."""
     image_s, sweep_s = swept(case, arguments)
     best, largest = min(image_s, key=lambda b: image_s[b]), max(image_s)
     print(f"{case.name}: sweep {sweep_s:.1f} s, best {best}", flush=True)
-    results = searched(case, arguments, sweep_s)
+    results = searched(case, arguments, sweep_s, names)
     chosen = {name: result.batch for name, (result, _) in results.items()} | {"largest_fit": largest}
     again: dict[int, list[float]] = {batch: [] for batch in sorted({best, *chosen.values()})}
     for number in range(arguments.rounds):
         for batch in [*again][:: 1 if number % 2 else -1]:
             again[batch].append(statistics.median(step_seconds(case, batch, arguments.steps)) / batch)
-    figures: dict[str, object] = {
+    figures: dict[str, Any] = {
         "sweep_s": round(sweep_s, 2),
         "sweep_images_per_s": {size: round(1 / s) for size, s in image_s.items()},
         "best": best,
@@ -212,40 +217,50 @@ def judged(case: Case, arguments: argparse.Namespace) -> dict[str, object]:
     return figures
 
 
+def worst(cases: dict[str, dict[str, Any]], name: str, key: str) -> float:
+    values = [figures[name][key] for figures in cases.values()]
+    return float(max(v["median"] if isinstance(v, dict) else v for v in values))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="sweeps and searches of every training")
     parser.add_argument("--most", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5, help="in which the sizes are measured again")
+    parser.add_argument("--rounds", type=int, default=5, help="in which the sizes of a run are measured again")
     parser.add_argument("--steps", type=int, default=8, help="of a size in a round")
     parser.add_argument("--sweep-steps", type=int, default=30)
     parser.add_argument("--threads", type=int, default=0, help="of the CPU (default: all cores)")
     parser.add_argument("--cases", nargs="+", choices=("network", "cliff", "input"), help="(default: all)")
     arguments = parse(parser)
     THREADS[0] = arguments.threads
-    each = {case.name: judged(case, arguments) for case in cases() if case.name in (arguments.cases or case.name)}
-
-    def worst(name: str, key: str) -> float:
-        values = [figures[name][key] for figures in each.values()]
-        return max(v["median"] if isinstance(v, dict) else v for v in values)
-
-    figures: dict[str, object] = {
-        "found_over_best_time": worst("found", "over_best"),
+    chosen = [case for case in cases() if case.name in (arguments.cases or case.name)]
+    runs = []
+    for number in range(arguments.runs):
+        names = [*STRATEGIES] if number == 0 else ["found"]
+        runs.append({case.name: judged(case, arguments, names) for case in chosen})
+    found = [worst(run, "found", "over_best") for run in runs]
+    took = [worst(run, "found", "over_sweep_time") for run in runs]
+    figures: dict[str, Any] = {
+        "found_over_best_time": statistics.median(found),
+        "found_over_best_spread": spread(found),
         "found_over_best_bound": 1.02,
-        "tuning_over_sweep_time": worst("found", "over_sweep_time"),
+        "tuning_over_sweep_time": statistics.median(took),
+        "tuning_over_sweep_spread": spread(took),
         "tuning_over_sweep_bound": 0.15,
-        "n": arguments.rounds,
-        "largest_fit_over_best": worst("largest_fit", "over_best"),
+        "n": arguments.runs,
+        "largest_fit_over_best": worst(runs[0], "largest_fit", "over_best"),
     }
     for name in ("usage", "epochtime", "target"):
-        figures[f"{name}_found_over_best" if name != "target" else "target_epoch_over_best"] = worst(name, "over_best")
-        figures[f"{name}_over_sweep_time"] = worst(name, "over_sweep_time")
-    parameters: dict[str, object] = {
+        key = f"{name}_found_over_best" if name != "target" else "target_epoch_over_best"
+        figures[key] = worst(runs[0], name, "over_best")
+        figures[f"{name}_over_sweep_time"] = worst(runs[0], name, "over_sweep_time")
+    parameters: dict[str, Any] = {
         **{key: value for key, value in vars(arguments).items() if key not in ("cases", "threads")},
-        "cases": [*each], "least": LEAST, "start": START, "growth": GROWTH, "warm": WARM, "widths": WIDTHS,
+        "cases": [*runs[0]], "least": LEAST, "start": START, "growth": GROWTH, "warm": WARM, "widths": WIDTHS,
         "cliff": CLIFF, "sleep_s": SLEEP_S, "readers": READERS, "patience": PATIENCE,
         "threads": torch.get_num_threads(),
     }  # fmt: skip
-    finish("tune", parameters, figures | each, CLAIMS)
+    finish("tune", parameters, figures | {"each": runs}, CLAIMS)
     return 0
 
 
