@@ -84,7 +84,7 @@ def profile(settings: Settings) -> None:
             home.copy_(grad).div_(2)
 
     carried_s = statistics.median(seconds_per_call(carry, calls=9))
-    blocks_s = sum(block.forward_s + block.backward_s for block in profile.blocks)
+    blocks_s = sum(block["forward_s"] + block["backward_s"] for block in profile.blocks)
     update_s = max(0.0, statistics.median(iteration.step_s for iteration in plain) - blocks_s) + carried_s
     put(settings.folder / "profile.json", asdict(profile))
     put(settings.folder / "ledger.json", {"facts": {"batch": settings.work.batch}, "step_s": {"update": update_s}})
