@@ -246,10 +246,9 @@ def cut(buckets: Sequence[Sequence[int]], tensors: Sequence[Sized], chunk_bytes:
 
 def table(plan: BucketPlan, tensors: Sequence[Sized], *, what: str = "gradients") -> str:
     """The plan as lines of text: its buckets in the order they are sent."""
-    lines = [f"{what} in {len(plan.buckets)} buckets, {len(plan.order)} chunks ({plan.policy}), in this order:"]
+    lines = [f"{what} in this order (buckets: {len(plan.buckets)}, chunks: {len(plan.order)}; {plan.policy}):"]
     for bucket, run in itertools.groupby(plan.order, key=lambda chunk: chunk.bucket):
-        chunks = list(run)
-        members = plan.buckets[bucket]
+        chunks, members = list(run), plan.buckets[bucket]
         size = sum(chunk.stop - chunk.start for chunk in chunks) * tensors[members[0]].width
         parts = f" in {len(chunks)} chunks" if len(chunks) > 1 else ""
         first, last = tensors[min(members)].name, tensors[max(members)].name
