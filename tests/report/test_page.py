@@ -256,7 +256,7 @@ def test_overlap_gives_its_buckets_with_tensor_names_to_the_run_folder(digits_ru
     for documents, names in Threads(2).run(rank):
         text = documents["buckets.json"]["text"]
         assert text.startswith("gradients in this order (buckets: 1, chunks: 1;")
-        assert f"of {len(names)} tensors, {names[0]} to {names[-1]}" in text
+        assert f", tensors: {len(names)} ({names[0]} to {names[-1]})" in text
     assert not (digits_run / "buckets.json").exists()  # one rank
 
 

@@ -252,7 +252,7 @@ def table(plan: BucketPlan, tensors: Sequence[Sized], *, what: str = "gradients"
         size = sum(chunk.stop - chunk.start for chunk in chunks) * tensors[members[0]].width
         parts = f" in {len(chunks)} chunks" if len(chunks) > 1 else ""
         first, last = tensors[min(members)].name, tensors[max(members)].name
-        lines.append(f"  bucket {bucket}: {size / MIB:.2f} MiB{parts} of {len(members)} tensors, {first} to {last}")
+        lines.append(f"  bucket {bucket}: {size / MIB:.2f} MiB{parts}, tensors: {len(members)} ({first} to {last})")
     return "\n".join(lines)
 
 

@@ -36,8 +36,8 @@ class Overlap(Technique):
             `job.drain()`, `close()`, every `state_dict()` and the first forward after a step, in evaluation too, are
             then collective: call `job.drain()` on all ranks before one of them uses the model alone.
         retune: where steps take 15 % more or less time in two windows of 15 steps, layers and link are measured again;
-            a plan that promises 2 % less is tried, and the reducer's errors (Wire, LowRank) are dropped. Needs Planned;
-            not with shard, Asynchronous, updates in backward.
+            a plan that promises 2 % less is tried. Each time the reducer starts anew, without kept errors or factors.
+            Needs Planned; not with shard, Asynchronous, updates in backward.
 
     Saves: the time of communication, as far as compute covers it. Sharded: all but 1/N of updates and their state.
     Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
