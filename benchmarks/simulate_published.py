@@ -51,7 +51,7 @@ CLAIMS = {
     "simulate/published/max_error": ("max_abs_error", "mean_signed_error", "abci_abs_error_of_file"),
     "simulate/published/unseen_error": ("unseen_median_abs_error", "unseen_rows", "unseen_max_abs_error"),
     "simulate/published/range_coverage": ("range_coverage_of_tested", "range_coverage", "outside_range"),
-    "simulate/abci/wall_error": ("abci_wall_abs_error", "abci_wall_s"),
+    "simulate/published/abci_wall_error": ("abci_wall_abs_error", "abci_wall_s"),
 }
 EPOCHS, STEPS, EVALUATIONS, WALL_S = 90, 15, 23, 70.4  # of the ABCI run, 86,016 images a step
 

@@ -43,8 +43,10 @@ SPACE = """
 "optimizer.weight_decay" = { low = 1e-5, high = 1e-2, log = true }
 """
 CLAIMS = {
-    "tune/trials/digits/over_optuna": ("digits.over_optuna", "digits.best"),
-    "tune/trials/digits/over_cold": ("digits.over_cold", "digits.seconds"),
+    "tune/trials/digits_over_optuna": ("digits.over_optuna", "digits.best"),
+    "tune/trials/digits_over_cold": ("digits.over_cold", "digits.seconds"),
+    "tune/trials/fashion_over_optuna": ("fashion.over_optuna", "fashion.best"),
+    "tune/trials/fashion_over_cold": ("fashion.over_cold", "fashion.seconds"),
 }
 
 
