@@ -6,12 +6,9 @@ answer. The rank that is asked leads: it waits for all others, and answers with 
 store of their new process group. Ranks are numbered anew, in the old order; newcomers, which found the addresses in the
 run folder and asked the first rank, come last.
 
-Note: what is guaranteed. At most one group goes on. The leader claims the group's number in the run folder, by a file
-that only one process can create; a group whose leader cannot is ended. So two halves that do not reach each other are
-no danger where they see the same folder, and where they do not, only the half that has the folder goes on. A group of
-less than half of the ranks that may be alive gives up before that; a rank is dead for certain where its host refuses
-the connection. A rank that was stopped or cut off cannot finish a collective any more, so it changes nothing in the run
-folder but by a write that was under way; when it comes back it is not in the list, and ends with exit code 4.
+Note: at most one group goes on (docs/faults.md). The leader claims the group's number in the run folder, by a file that
+only one process can create; a group whose leader cannot is ended. A rank that was stopped or cut off cannot finish a
+collective any more, so it changes nothing in the run folder but by a write that was under way.
 
 Note: requests go over sockets, a line of JSON each way, so a rank needs no process group for them.
 """

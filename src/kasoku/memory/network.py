@@ -202,11 +202,9 @@ class InspectedNetwork:
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
         plain = sum(unit.plain for unit in self.units)
         kept = plan.kept - self.outside.head_kept
-        head = (
-            f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)} instead of {_mib(plain)}; "
-            f"predicted peak {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
-            f"time +{100 * self.longer(plan):.1f} %"
-        )
+        head = f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)} instead of {_mib(plain)}; "
+        head += f"predicted peak {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
+        head += f"time +{100 * self.longer(plan):.1f} %"
         return "\n".join([head, *lines])
 
 

@@ -134,8 +134,7 @@ def muon(
         steps: Newton-Schulz iterations, from 1 to 10; 3 for small networks, 5 in general.
         rest: settings for all other parameters.
 
-    Raises:
-        InputError: for a setting outside its range, or a model without filters.
+    Raises InputError for a setting outside its range, or a model without filters.
 
     Saves: steps: reaches the same accuracy in fewer epochs than SGD.
     Costs: up to 4 * steps matrix products for each filter in each step, whatever the batch.

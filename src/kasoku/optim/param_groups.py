@@ -16,8 +16,7 @@ def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
     Nor do those that the model's own `no_weight_decay()` names, as timm's position embeddings.
 
-    Raises:
-        InputError: for a model without a trainable parameter.
+    Raises InputError for a model without a trainable parameter.
 
     Ref: Goyal et al. 2017 (arXiv 1706.02677), 5.1: no weight decay on the parameters of BatchNorm.
     """

@@ -10,10 +10,6 @@ hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of each p
 Note: sizes. `Overlap` plans its buckets by the bytes of gradients in memory (fp32), whatever the reducer sends, and so
 does the simulation. So the links of this file take the bytes of fp32 gradients, and their rates account for the
 compression, everywhere or only between nodes.
-
-Note: Wire. It sends every rank its part of all gradients by an all-to-all, and the means by an all-gather. On nodes of
-several GPUs nearly all bytes of an all-to-all leave the node, while a ring leaves it once: there it may be slower than
-Mean.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
 """
 

@@ -25,7 +25,7 @@ _SLICES = 20  # of an epoch, in each of which all steps are alike
 # of a sweep: GPUs with equal shares, GPUs that share the batch, images of a GPU, of a step, MiB of DDP's groups
 AXES = ("gpus", "strong", "images", "batch", "bucket_mib")
 _JOIN_S = 265 / 98_304  # of each rank in the start of NCCL's communicators, taken as linear (NCCLX, arXiv 2510.20171)
-_FEW = 16  # images that share BatchNorm statistics: fewer get a remark
+_FEW = 16  # images that share BatchNorm statistics: fewer get a remark (Wu and He 2018, arXiv 1803.08494)
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,8 @@ class Scenario:
             lines.append("SavedMemory: its recomputation is not simulated; a profile includes it")
         shared = recipe.images_per_norm(step.gpus)
         if shared < _FEW and any(layer.norm for layer in simulator.net.layers):
-            lines.append(
-                f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy "
-                "and cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He "
-                "2018, arXiv 1803.08494): take a larger norm_batch or batch, a smaller accumulate, or fewer GPUs"
-            )
+            what = f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: noisy statistics cost accuracy"
+            lines.append(f"{what}: take a larger norm_batch or batch, a smaller accumulate, or fewer GPUs")
         return lines + remarks(simulator.net, gpu, images, profile)
 
 

@@ -9,8 +9,7 @@ that part of its update and receives as many bytes: two all-to-alls, bounded by 
 owners' additions, copies between a GPU and its host, requests for data. There is no timeline of them.
 
 Note: stragglers. A step ends when the slowest rank has computed, and GPUs of one kind differ. A rank takes the median
-time times exp(spread * z), where z is normal and constant for the run: slow GPUs stay slow. That law and its figures
-were fixed before the published steps that test it were simulated. The other causes, and all sources: docs/simulate.md.
+time times exp(spread * z), where z is normal and constant for the run. The other causes, and sources: docs/simulate.md.
 """
 
 import math

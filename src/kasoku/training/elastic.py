@@ -8,18 +8,8 @@ weights are those of an undisturbed training up to the order of summation, and b
 Note: how often a copy is made. All copies since the start or the last meeting take at most 1 % of the time, by the
 slowest rank's clock: after each copy the ranks agree how many steps that needs.
 
-Note: asynchronous ranks do not go back. After a death each rank that is left copies its state. They go on from the mean
-of the weights, with the other state of the rank that is farthest. Lost are the updates under way, shares of the data
-that were dealt and not trained, and for an EMA the steps since the last sync point. A batch keeps as many shares as
-there were ranks at the start. In a synchronous phase they go back as synchronous ranks do.
-
-Note: newcomers. A rank that is started with `--continue` in a run folder where others train builds the training alone,
-and then asks them. At the next boundary of steps they make a copy, which it gets from the first of them.
-
-Note: what ends all ranks, with exit code 4: `faults.elastic = false`; a loss before the first copy or after the last
-step; a rank that failed by an error of its own, or hangs in a step though its process lives; CUDA graphs; unequal
-shares by speed; no part for each rank; asynchronous ranks that step together in nodes. State that a reducer keeps for
-each rank (Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
+Note: asynchronous ranks, newcomers, and what ends all ranks: docs/faults.md, "Going on without the dead". State that a
+reducer keeps for each rank (Wire, LowRank) starts anew, as in a run that is resumed on other ranks.
 """
 
 import hashlib

@@ -8,10 +8,9 @@ error of the best size. Within a gap, a step takes at least the time on the line
 and one below that. A cliff within the gap does not change that: the best size is then just below the cliff.
 
 Note: no more steps than a decision needs. The first measurement of a size is brief. When no gap is left, the best size
-and the one that may exceed it by most are measured again in turns, so that other load on the machine affects both. This
-ends when no size may exceed the best by much more than `least_gain`, when all such sizes have all their steps, or when
-it has taken half as long as the first measurements (for steps that stall at times). A spread that is small by chance is
-not trusted: every size has at least the typical spread.
+and the one that may exceed it by most are measured again in turns, so that other load affects both, until no size may
+exceed the best by much more than `least_gain`, all that may have all their steps, or this has taken half as long as the
+first measurements. A spread that is small by chance is not trusted: every size has at least the typical one.
 """
 
 import math

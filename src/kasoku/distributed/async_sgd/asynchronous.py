@@ -4,12 +4,9 @@ Note: an exchange. Each rank steps its own copy with its own optimizer. It sends
 shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
 the next step (transport.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
 
-Note: dead ranks. The death of a rank ends the exchanges of all. Under `kasoku train` the ranks that are left form a new
-group, and go on from the mean of their copies of the weights (training/elastic.py).
-
-Note: joining ranks. `kasoku train` takes them in at a sync point. In a loop of the user's own the other ranks call
-`close()`, and form a new group and new jobs with the joining rank. It gets rank 0's weights from `apply`, and may load
-rank 0's `state_dict` (tests/distributed/test_joining.py).
+Note: dead and joining ranks. The death of a rank ends the exchanges of all; `kasoku train` goes on (docs/faults.md). In
+a loop of the user's own the other ranks call `close()`, and form a new group and new jobs with a joining rank. It gets
+rank 0's weights from `apply`, and may load rank 0's `state_dict` (tests/distributed/test_joining.py).
 
 Note: optimizer states. Synchronous ranks need equal optimizer states, or their weights drift apart; asynchronous ranks
 each have their own. So the states are averaged over all ranks when a synchronous phase begins.

@@ -61,10 +61,8 @@ def render(**content: Any) -> str:
     """Fills the template, which lists in `charts` each figure that it places, by its key, and ends with their JSON."""
     from plotly.offline import get_plotlyjs
 
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    loader, strict = FileSystemLoader(Path(__file__).parent), StrictUndefined
+    environment = Environment(loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
     shared = {"colours": COLOURS, "plotly": Markup(get_plotlyjs()), "to_json": _to_json}
     return environment.get_template("template.html.j2").render(_EMPTY | shared | content, charts=[])
 
