@@ -239,7 +239,7 @@ def test_gradients_up_to_the_largest_have_a_finite_mean(reducer: Reducer) -> Non
 
 
 def test_a_sum_that_would_overflow_counts_as_an_overflow() -> None:
-    """Both ranks' gradients are finite, their sum is not."""
+    """All ranks' gradients are finite, their sum is not; two ranks divide them before they are added."""
 
     def run(comm: Comm, share: float) -> tuple[bool, float]:
         job = contracts.make(
@@ -253,8 +253,9 @@ def test_a_sum_that_would_overflow_counts_as_an_overflow() -> None:
         changed = any(bucket.pending for bucket in job.kept("overlap").layout.buckets)
         return changed, job.kept("loss_scale").scale
 
-    assert Threads(2).run(lambda comm: run(comm, 0.6)) == [(False, 0.5)] * 2
-    assert Threads(2).run(lambda comm: run(comm, 0.4)) == [(True, 1.0)] * 2
+    assert Threads(3).run(lambda comm: run(comm, 0.4)) == [(False, 0.5)] * 3
+    assert Threads(3).run(lambda comm: run(comm, 0.3)) == [(True, 1.0)] * 3
+    assert Threads(2).run(lambda comm: run(comm, 0.9)) == [(True, 1.0)] * 2
 
 
 def test_nothing_is_updated_in_backward_where_a_step_may_be_vetoed() -> None:

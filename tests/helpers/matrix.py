@@ -195,10 +195,12 @@ def watch_after(record: Record) -> None:
     job = record.job
     overlap = job.kept("overlap") if kept_by(job, "overlap") else None
     count = count_collectives(job, getattr(overlap, "comm", job.step_comm))
+    reduce = getattr(overlap, "reduce", None)
+    op = "mean" if getattr(reduce, "scale", 1) == 1 else "sum"  # of gradients that are divided before
 
     def stepped() -> None:
         record.rates.append((job.progress, job.hyper()[0]["lr"]))
-        record.collectives.append(count.pop("mean", 0))
+        record.collectives.append(count.pop(op, 0))
         buckets = getattr(getattr(overlap, "layout", None), "buckets", ())
         record.late.append(any(bucket.pending for bucket in buckets))
 

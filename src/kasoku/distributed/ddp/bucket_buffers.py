@@ -106,15 +106,17 @@ class BucketLayout:
         parts, elements = bucket.size // quantum, max(1, sum(p.numel() for p in bucket.views))
         return Chunk(chunk.bucket, *(-(-at * parts // elements) * quantum for at in (chunk.start, chunk.stop)))
 
-    def copy_in(self, p: Tensor) -> None:
-        """Copies the gradient of a parameter into its bucket."""
+    def copy_in(self, p: Tensor, scale: float) -> None:
+        """Copies the gradient of a parameter into its bucket, times `scale`."""
         bucket = self.bucket_of[p]
         view = bucket.views[p]
-        if p.grad is not view:
-            if p.grad is None or p.grad.layout != torch.strided:
-                raise InputError(f"Overlap: {self.names[p]} has a sparse gradient: dense ones only")
+        if p.grad is None or p.grad.layout != torch.strided:
+            raise InputError(f"Overlap: {self.names[p]} has a sparse gradient: dense ones only")
+        if scale != 1:
+            torch.mul(p.grad.detach(), scale, out=view)  # no slower than a copy
+        elif p.grad is not view:
             view.copy_(p.grad)
-            p.grad = view
+        p.grad = view
         bucket.versions[p] = version(view)
 
     def send(self, chunk: Chunk, prefix: str, reduce: Callable[[str, Tensor], Work], trace: Trace) -> None:

@@ -31,7 +31,11 @@ class Reduce:
     """A reducer that is bound to the ranks of one run: one all-reduce without state.
 
     A subclass with other collectives overrides `__call__`, and calls `super().__init__(comm)`.
+
+    `scale`: gradients come multiplied by it; where that is one over the ranks, this only adds.
     """
+
+    scale = 1.0
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -41,7 +45,7 @@ class Reduce:
 
         A collective: all ranks use the same keys and lengths in the same order, and wait before they reuse a key.
         """
-        return self.comm.all_reduce(x, op="mean")
+        return self.comm.all_reduce(x, op="mean" if self.scale == 1 else "sum")
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank keeps between steps, by key."""

@@ -43,6 +43,8 @@ class Engine:
         self.late = self.may_be_late = settings.next_forward
         self.ranks, self.comm = ranks, ranks.channel()  # gradients must not hold up the other collectives
         self.reduce = settings.reducer.bind(self.comm)
+        if type(self.reduce) is Reduce and ranks.size.bit_count() == 1:  # a power of two divides without rounding
+            self.reduce.scale = 1 / ranks.size
         self.layers = LayerIndex(job.model, whole=any(technique.captures_graph for technique in job.applied))
         self.profiler: StepProfiler | None = None  # measures steps for the search of a plan
         self.replanning: Replanning | None = None
@@ -72,7 +74,7 @@ class Engine:
             name, layer = self.layout.names[p], self.layers.modules[self.layers.users[p][0]][0] or "the model"
             early = f"Overlap: {name} got a gradient before its last update, since its layer ({layer}) was bypassed"
             raise InputError(f"{early}: call that module itself, or set next_forward = false")
-        self.layout.copy_in(p)
+        self.layout.copy_in(p, self.reduce.scale)
         if self.profiler is not None:
             self.profiler.arrived(p)
         if bucket.whole:
@@ -206,7 +208,7 @@ class Engine:
         self.key_prefix = "planned"
         self.layout = self.lay_out(plan)
         if shard:
-            self.sharing = self.sharing or SharedUpdates(self.job, self.comm, self.full_precision)
+            self.sharing = self.sharing or SharedUpdates(self.job, self.comm, self.full_precision, self.reduce.scale)
             self.sharing.share(self.layout)
 
     def state_dict(self) -> dict[str, Any]:
@@ -322,7 +324,7 @@ class FreeingEngine(Engine):
                 bucket.unsent = 0
             elif p.grad is not bucket.views[p]:
                 self.allocate(bucket)
-                self.layout.copy_in(p)
+                self.layout.copy_in(p, self.reduce.scale)
         if bucket.flat.numel():  # else its factors are sent
             super().send_chunk(chunk)
             bucket.pending = not bucket.unsent

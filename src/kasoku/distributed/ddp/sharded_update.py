@@ -128,10 +128,10 @@ class Shard:
 
 
 class SharedUpdates:
-    """This rank's share of all updates; `comm` is of the reduce-scatters. Attributes: `shards`, by bucket."""
+    """This rank's share of all updates; `comm` reduce-scatters gradients times `scale`. `shards`: by bucket."""
 
-    def __init__(self, job: Job, comm: Comm, around: AbstractContextManager[Any]) -> None:
-        self.job, self.comm, self.around = job, comm, around
+    def __init__(self, job: Job, comm: Comm, around: AbstractContextManager[Any], scale: float) -> None:
+        self.job, self.comm, self.around, self.divisor = job, comm, around, comm.size if scale == 1 else 1
         self.gathers = comm.channel()
         self.shards: dict[Bucket, Shard] = {}
         self._needs_norms = _slices(job.optimizer) == "norms"
@@ -218,9 +218,8 @@ class SharedUpdates:
             shard = self.shards[bucket]
             yield from bucket.works
             for own in shard.own:
-                grads = bucket.flat[own].div_(self.comm.size)
-                if factor != 1:
-                    grads.mul_(factor)
+                if self.divisor != 1 or factor != 1:
+                    bucket.flat[own].div_(self.divisor).mul_(factor)
             if self._needs_norms and shard.used:
                 sums = shard.squares(shard.used)
                 yield self.gathers.all_reduce(sums)
