@@ -13,7 +13,7 @@ from PIL import Image
 
 from kasoku.config import recipe as recipes
 from kasoku.data.decode.decode import decode
-from kasoku.tune.hyperparameters import read_space
+from kasoku.tune.search_space import read_space
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FOLDER = BENCHMARKS.parent / "recipes" / "documents"

@@ -17,7 +17,8 @@ import kasoku.data
 from kasoku.config.recipe import load, read_early
 from kasoku.tune import fork_server as server_module
 from kasoku.tune.fork_server import ForkedProcess, fork_server
-from kasoku.tune.hyperparameters import OneOf, SearchSettings, search
+from kasoku.tune.hyperparameters import SearchSettings, search
+from kasoku.tune.search_space import OneOf
 
 pytestmark = [
     pytest.mark.process,

@@ -13,18 +13,11 @@ import pytest
 from kasoku.config.toml import inline
 from kasoku.core import InputError
 from kasoku.tune.fork_server import new_process
-from kasoku.tune.hyperparameters import (
-    Between,
-    OneOf,
-    SearchSettings,
-    _TrialProcess,
-    _Trials,
-    accuracies,
-    read_space,
-    search,
-)
+from kasoku.tune.hyperparameters import SearchSettings, _TrialProcess, _Trials, accuracies, search
+from kasoku.tune.search_space import Between, OneOf, read_space
 
-# Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`; says it as training does.
+# Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`, less `falls` times the
+# number of the trial; says it as training does.
 FAKE = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -34,6 +27,7 @@ settings = dict(value.split("=", 1) for flag, value in zip(given, given[1:]) if 
 top1, pause = float(settings.get("top1", 0.5)), float(settings.get("pause", 0))
 evaluations, code = int(settings.get("evaluations", 3)), int(settings.get("code", 0))
 out = Path(given[given.index("--out") + 1])
+top1 -= float(settings.get("falls", 0)) * int(out.name.split("-")[-1])
 if code:
     print("kasoku: batch=0: at least 1 image", file=sys.stderr)
     sys.exit(code)
@@ -152,12 +146,12 @@ def test_halving_judges_after_1_4_and_16_evaluations(evaluations, plan, tmp_path
     (tmp_path / "search").mkdir()
     trials = _Trials(optuna, plan(ACCURACY, 9), quiet, new_process)
     for number in range(3):
-        better = {"folder": f"better-{number}"}
+        better = {"folder": f"trial-{number + 1}"}
         values = dict.fromkeys(range(20), 0.9)
         trials.study.add_trial(optuna.trial.create_trial(value=0.9, intermediate_values=values, user_attrs=better))
     trial = trials.study.ask()
-    trial.set_user_attr("folder", "behind")
-    run = _TrialProcess(trial, None, Path("behind"), judged=evaluations - 1)
+    trial.set_user_attr("folder", "trial-4")
+    run = _TrialProcess(trial, None, Path("trial-4"), judged=evaluations - 1)
     for i in range(evaluations):
         trial.report(0.1, i)
     run.reported = evaluations
@@ -187,10 +181,25 @@ def test_a_continued_trial_is_not_judged_at_rungs_it_has_passed(plan, tmp_path):
     journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "search" / "search.journal"))
     study = optuna.load_study(study_name="kasoku", storage=optuna.storages.JournalStorage(journal))
     for number in range(4):
-        values, attributes = dict.fromkeys(range(evaluated), 0.9), {"folder": f"better-{number}"}
+        values, attributes = dict.fromkeys(range(evaluated), 0.9), {"folder": f"trial-{number + 2}"}
         study.add_trial(optuna.trial.create_trial(value=0.9, intermediate_values=values, user_attrs=attributes))
-    (outcome,) = search(plan(space, 1, f"evaluations={evaluated + 1}", "pause=0.3", **about), say=quiet)
+    (outcome,) = search(plan(space, 5, f"evaluations={evaluated + 1}", "pause=0.3", **about), say=quiet)
     assert outcome.how == "done"
+
+
+@pytest.mark.process
+def test_a_pruned_trial_goes_on_once_it_is_in_the_best_quarter(plan, tmp_path):
+    """The first is the best: alone it is pruned, among four it goes on, once all have begun it trains to the end."""
+    said: list[str] = []
+    space = {"pause": OneOf((0.05,))}
+    outcomes = search(plan(space, 8, "evaluations=20", "top1=0.9", "falls=0.01"), say=said.append)
+    assert [(one.trial, one.how) for one in outcomes] == [(1, "done"), *((n, "pruned") for n in range(2, 9))]
+    order = [line.split(" (")[0] for line in said]
+    assert order.index("trial 4: begins") < order.index("trial 1: continues") < order.index("trial 5: begins")
+    evaluated = {one.trial: len(Path(one.folder, "metrics.jsonl").read_text().splitlines()) for one in outcomes}
+    assert (evaluated[1], evaluated[2] >= 4) == (20, True), "the second best is in the best quarter of eight"
+    assert max(evaluated[n] for n in range(3, 9)) < 16
+    assert (tmp_path / "search" / "trial-1" / "starts").read_text().startswith("new \ncontinued \n")
 
 
 def test_a_signal_ends_the_trials_under_way_which_are_gone_on_with_later(plan, tmp_path):

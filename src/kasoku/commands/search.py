@@ -19,7 +19,8 @@ from kasoku.distributed.local_launch import STARTED, train_arguments
 from kasoku.report import print_table
 from kasoku.training.control import signals
 from kasoku.training.run_folder import free_folder
-from kasoku.tune.hyperparameters import STOPPED, SearchSettings, TrialResult, read_space, search
+from kasoku.tune.hyperparameters import STOPPED, SearchSettings, TrialResult, search
+from kasoku.tune.search_space import read_space
 
 _SHOWN = 10  # trials in the table that is printed
 

@@ -2,16 +2,15 @@
 
 Note: resuming. The folder of a search has Optuna's journal (a line of JSON for each event), a run folder and the
 output of each trial. The same command resumes the search: a trial that was stopped, or whose search was killed,
-continues from its checkpoint, because its settings are proposed again.
+continues from its checkpoint, because its settings are proposed again; to Optuna it is a new trial.
 """
 
 import json
-import math
 import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -20,10 +19,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, Literal
 
-from kasoku.config.toml import inline, parse, read
 from kasoku.core import Checked, InputError, Range
 from kasoku.core.files import locked_folder, write_text
 from kasoku.tune.fork_server import Process, Start, fork_server, new_process
+from kasoku.tune.search_space import Space
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
 _POLL_S = 0.02
@@ -33,92 +32,6 @@ _REMEDY = "mend that, and give another --out"
 _FIGURES = ("top1", "seconds")  # of a trial's result.json
 _REDUCTION = 4  # of successive halving: one trial in 4 goes on, to 4 times the evaluations
 _RUNGS = tuple(_REDUCTION**k - 1 for k in range(10))  # the evaluations at which it judges, from 0 on
-
-Pruner = Literal["halving", "median", "none"]
-
-
-@dataclass(frozen=True)
-class Between:
-    """Numbers from `low` to `high`, both included; integers if `low`, `high` and `step` are.
-
-    Raises InputError for an empty range, and for values that are not finite numbers.
-    """
-
-    low: Any
-    high: Any
-    log: bool = False  # uniform in the logarithm, as for rates
-    step: Any = None  # only low + k * step
-
-    def __post_init__(self) -> None:
-        numbers = [x for x in (self.low, self.high, self.step) if x is not None]
-        if any(type(x) not in (int, float) or not math.isfinite(x) for x in numbers):
-            raise InputError(f"low, high and step are finite numbers, these are {', '.join(map(inline, numbers))}")
-        if not self.low < self.high:
-            raise InputError(f"low={self.low}, high={self.high}: an empty range; low must lie below high")
-        if self.log and (self.low <= 0 or self.step is not None):
-            raise InputError("log = true: needs low above 0, and no step")
-        if self.step is not None and not 0 < self.step <= self.high - self.low:
-            raise InputError(f"step={self.step}: above 0, and at most high - low")
-
-    def proposed(self, trial: Any, path: str) -> str:
-        """The value proposed by Optuna's trial, as TOML."""
-        if all(type(x) is int for x in (self.low, self.high, self.step or 1)):
-            return inline(trial.suggest_int(path, self.low, self.high, step=self.step or 1, log=self.log))
-        return inline(trial.suggest_float(path, self.low, self.high, step=self.step, log=self.log))
-
-    @property
-    def examples(self) -> tuple[str, ...]:
-        """Some of its values, as TOML."""
-        return inline(self.low), inline(self.high)
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """One of several values of any kind: numbers, words, lists, tables. Raises InputError for an empty list."""
-
-    choices: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        if not self.choices:
-            raise InputError("choices = []: an empty range; give at least one value")
-
-    def proposed(self, trial: Any, path: str) -> str:
-        return str(trial.suggest_categorical(path, self.examples))
-
-    @property
-    def examples(self) -> tuple[str, ...]:
-        return tuple(map(inline, self.choices))
-
-
-Space = Mapping[str, Between | OneOf]
-
-
-def read_space(path: Path) -> Space:
-    """A space file: TOML, path = {low, high, log, step} or path = {choices = [...]}; paths as --set takes them.
-
-    Raises InputError, with the path, for a file that cannot be read and for a table that is not a range.
-    """
-    document = read(path, wanted="a space file is wanted")
-    try:
-        space = dict(_flat(document, ""))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    if not space:
-        raise InputError(f"{path}: nothing in it; give such as optimizer.lr = {{low = 0.01, high = 1.0, log = true}}")
-    return space
-
-
-def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Between | OneOf]]:
-    for key, value in table.items():
-        path = f"{prefix}.{key}" if prefix else key
-        if not isinstance(value, dict):
-            raise InputError(f"{path} = {inline(value)}: {{low = ..., high = ...}} or {{choices = [...]}} is wanted")
-        if "choices" in value:
-            yield path, parse(OneOf, value, path)
-        elif {"low", "high"} & value.keys():
-            yield path, parse(Between, value, path)
-        else:
-            yield from _flat(value, path)
 
 
 @dataclass(frozen=True)
@@ -132,7 +45,7 @@ class SearchSettings(Checked):
     jobs: Annotated[int, Range(at_least=1)] = 1  # simultaneous trials
     about: str = ""  # the recipe and the space, which must not change when the search is continued
     environment: Callable[[int], dict[str, str]] = field(default=lambda job: {})  # of a trial, by its job
-    pruner: Pruner = "halving"
+    pruner: Literal["halving", "median", "none"] = "halving"
     prepare: Callable[[], object] | None = None  # called once by a `fork_server` of the trials; None: new processes
 
 
@@ -150,7 +63,7 @@ class TrialResult:
     def of(cls, trial: Any) -> "TrialResult":
         """That of Optuna's trial."""
         kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
-        return cls(trial.number + 1, **kept)
+        return cls(_number(trial), **kept)
 
     @property
     def top1(self) -> float:
@@ -158,11 +71,13 @@ class TrialResult:
         return self.result.get("top1") or 0.0
 
     def __str__(self) -> str:
-        return f"trial {self.trial}: {self.how}{f', {self.top1:.2%}' if self.top1 else ''} ({_as_text(self.settings)})"
+        settings = ", ".join(map("=".join, self.settings.items()))
+        return f"trial {self.trial}: {self.how}{f', {self.top1:.2%}' if self.top1 else ''} ({settings})"
 
 
-def _as_text(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{path}={value}" for path, value in settings.items())
+def _number(trial: Any) -> int:
+    """The number of a trial, by its folder: to Optuna it has another one when it continues."""
+    return int(trial.user_attrs["folder"].rpartition("-")[2])
 
 
 @dataclass
@@ -186,8 +101,9 @@ def search(plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[s
     run.
 
     Ref: Akiba et al. 2019 (arXiv 1907.10902); its sampler: Bergstra et al. 2011 (TPE). "halving" (Li et al. 2018, arXiv
-    1810.05934) prunes a trial after 1, 4, 16, ... evaluations if it is not in the best quarter of those that came as
-    far; "median" if its best accuracy is below the median of finished trials at the same evaluation.
+    1810.05934) prunes a trial after 1, 4, 16, ... evaluations until it is in the best quarter of those that came as
+    far; then it continues. Once all have begun, the best at each stage goes on in any case. "median" prunes a trial if
+    its best accuracy is below the median of finished trials at the same evaluation.
     """
     if not find_spec("optuna"):
         raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"')
@@ -242,13 +158,12 @@ class _Trials:
         failed = [how for how in self.ended if how.startswith("failed")]
         if len(failed) == len(self.ended) >= _MAX_FAILURES:
             raise InputError(f"all of the first {len(failed)} trials {failed[0]}: {_REMEDY}")
-        ended = len(self.outcomes())
         for job in range(self.plan.jobs):
-            if job in self.running or ended + len(self.running) >= self.plan.trials:
+            if job in self.running or not self._has_next():
                 continue
-            trial = self.study.ask()
+            number, trial = 1 + max(self._begun(), default=0), self.study.ask()
             earlier = trial.user_attrs.get("folder")
-            folder = Path(earlier) if earlier else self.plan.folder / f"trial-{trial.number + 1}"
+            folder = Path(earlier) if earlier else self.plan.folder / f"trial-{number}"
             trial.set_user_attr("folder", str(folder))
             settings = {path: choice.proposed(trial, path) for path, choice in self.plan.space.items()}
             trial.set_user_attr("settings", settings)
@@ -257,8 +172,33 @@ class _Trials:
             judged = trial.user_attrs.get("judged", len(_evaluations(folder)))
             process = self.start(command, os.environ | self.plan.environment(job), Path(f"{folder}.log"))
             self.running[job] = _TrialProcess(trial, process, folder, judged=judged)
-            self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
+            begins = f"{'continues' if earlier else 'begins'} ({', '.join(map('='.join, settings.items()))})"
+            self.say(f"trial {_number(trial)}: {begins}")
         return bool(self.running)
+
+    def _begun(self) -> dict[int, Any]:
+        """Optuna's last trial of each number."""
+        return {_number(t): t for t in self.study.get_trials(deepcopy=False) if "folder" in t.user_attrs}
+
+    def _best(self, rung: int) -> list[int]:
+        """The numbers of the best quarter of the trials that came as far as a rung, the best first."""
+        begun = self._begun()
+        top1 = {n: t.intermediate_values[rung] for n, t in begun.items() if rung in t.intermediate_values}
+        least = int(len(begun) >= self.plan.trials)
+        return sorted(top1, key=lambda n: -top1[n])[: max(least, len(top1) // _REDUCTION)]
+
+    def _has_next(self) -> bool:
+        """Whether there is a trial to start: one that waits, or a pruned one that goes on, or a new one."""
+        if self.study.get_trials(deepcopy=False, states=(self.states.WAITING,)):
+            return True
+        begun = self._begun()
+        for rung in _RUNGS[::-1] if self.plan.pruner == "halving" else ():
+            for trial in (begun[number] for number in self._best(rung)):
+                judged_here = max(trial.intermediate_values) < _REDUCTION * (rung + 1) - 1
+                if trial.user_attrs.get("how") == "pruned" and judged_here:
+                    self._enqueue_again(trial)
+                    return True
+        return len(begun) < self.plan.trials
 
     def poll(self, *, ending: bool = False) -> None:
         """Reads the metrics of running trials, prunes those that are too low, and says which have ended.
@@ -274,7 +214,7 @@ class _Trials:
                     self._enqueue_again(self.study.trials[number], judged=run.judged)
                 elif killed_by and not run.ended_s and not attributes.get("killed"):
                     self._enqueue_again(self.study.trials[number], judged=run.judged, killed=True)
-                    self.say(f"trial {number + 1}: killed by signal {killed_by}; it is continued")
+                    self.say(f"trial {_number(run.trial)}: killed by signal {killed_by}; it is continued")
                 else:
                     self._finish(run)
                     self.say(str(TrialResult.of(run.trial)))
@@ -299,7 +239,7 @@ class _Trials:
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
-        ended = (trial for trial in self.study.get_trials(deepcopy=False) if "how" in trial.user_attrs)
+        ended = (trial for trial in self._begun().values() if "how" in trial.user_attrs)
         return sorted(map(TrialResult.of, ended), key=lambda run: (run.how != "done", -run.top1, run.trial))
 
     def _report(self, run: _TrialProcess) -> bool:
@@ -316,14 +256,7 @@ class _Trials:
             return bool(run.trial.should_prune())
         new, run.judged = range(run.judged, run.reported), max(run.judged, run.reported)
         due = [rung for rung in _RUNGS if rung in new and self.plan.pruner == "halving"]
-        trials = self.study.get_trials(deepcopy=False) if due else ()
-        for rung in due:
-            reached = [trial for trial in trials if rung in trial.intermediate_values]
-            values = {trial.user_attrs["folder"]: trial.intermediate_values[rung] for trial in reached}
-            best = sorted(values.values(), reverse=True)[: max(1, len(values) // _REDUCTION)]
-            if values[str(run.folder)] < best[-1]:
-                return True
-        return False
+        return any(_number(run.trial) not in self._best(rung) for rung in due)
 
     def _finish(self, run: _TrialProcess) -> None:
         """Reports the end of a trial to the study."""
@@ -355,7 +288,8 @@ class _Trials:
     def _enqueue_again(self, stopped: Any, **attributes: Any) -> None:
         """Enqueues a stopped trial with the same settings and these attributes, to be continued in its folder."""
         kept = {name: stopped.user_attrs[name] for name in ("folder", "killed") if name in stopped.user_attrs}
-        self.study.tell(stopped.number, state=self.states.FAIL)
+        if not stopped.state.is_finished():
+            self.study.tell(stopped.number, state=self.states.FAIL)
         self.study.enqueue_trial(stopped.params, user_attrs=kept | attributes)
 
 
