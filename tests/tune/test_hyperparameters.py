@@ -144,7 +144,7 @@ def test_halving_ends_trials_outside_the_best_quarter_at_a_rung(plan):
 def test_halving_judges_after_1_4_and_16_evaluations(evaluations, plan, tmp_path):
     optuna = pytest.importorskip("optuna")
     (tmp_path / "search").mkdir()
-    trials = _Trials(optuna, plan(ACCURACY, 9), quiet, new_process)
+    trials = _Trials(optuna, plan(ACCURACY, 4), quiet, new_process)
     for number in range(3):
         better = {"folder": f"trial-{number + 1}"}
         values = dict.fromkeys(range(20), 0.9)
@@ -188,18 +188,18 @@ def test_a_continued_trial_is_not_judged_at_rungs_it_has_passed(plan, tmp_path):
 
 
 @pytest.mark.process
-def test_a_pruned_trial_goes_on_once_it_is_in_the_best_quarter(plan, tmp_path):
-    """The first is the best: alone it is pruned, among four it goes on, once all have begun it trains to the end."""
+def test_once_all_have_begun_the_best_quarter_at_each_stage_continues(plan, tmp_path):
     said: list[str] = []
     space = {"pause": OneOf((0.05,))}
     outcomes = search(plan(space, 8, "evaluations=20", "top1=0.9", "falls=0.01"), say=said.append)
     assert [(one.trial, one.how) for one in outcomes] == [(1, "done"), *((n, "pruned") for n in range(2, 9))]
-    order = [line.split(" (")[0] for line in said]
-    assert order.index("trial 4: begins") < order.index("trial 1: continues") < order.index("trial 5: begins")
+    begun = [f"trial {n}: begins" for n in range(1, 9)]
+    continued = ["trial 1: continues", "trial 2: continues", "trial 1: continues"]
+    assert [line.split(" (")[0] for line in said if "pruned" not in line and "done" not in line] == begun + continued
     evaluated = {one.trial: len(Path(one.folder, "metrics.jsonl").read_text().splitlines()) for one in outcomes}
-    assert (evaluated[1], evaluated[2] >= 4) == (20, True), "the second best is in the best quarter of eight"
-    assert max(evaluated[n] for n in range(3, 9)) < 16
-    assert (tmp_path / "search" / "trial-1" / "starts").read_text().startswith("new \ncontinued \n")
+    assert evaluated[1] == 20
+    assert 4 <= evaluated[2] < 16
+    assert (tmp_path / "search" / "trial-1" / "starts").read_text() == "new \ncontinued \ncontinued \n"
 
 
 def test_a_signal_ends_the_trials_under_way_which_are_gone_on_with_later(plan, tmp_path):

@@ -236,7 +236,7 @@ class SearchArguments(RecipeArguments):
     pruner: Literal["halving", "median", "none"] = option(
         choices=("halving", "median", "none"),
         default="halving",
-        help="end trials outside the best quarter after 1, 4, 16 evaluations, or below the median (default: halving)",
+        help="continue the best quarter after 1, 4, 16 evaluations, or those above the median (default: halving)",
     )
     out: Path | None = option(metavar="DIR", help="the folder of the search; if it holds one, that goes on")
     if_interrupted: ClassVar[str] = "finished trials stay, and the same command with --out goes on there"

@@ -100,10 +100,9 @@ def search(plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[s
     begins and when it ends. Raises InputError without Optuna, for a folder in use or of another search, and if none can
     run.
 
-    Ref: Akiba et al. 2019 (arXiv 1907.10902); its sampler: Bergstra et al. 2011 (TPE). "halving" (Li et al. 2018, arXiv
-    1810.05934) prunes a trial after 1, 4, 16, ... evaluations until it is in the best quarter of those that came as
-    far; then it continues. Once all have begun, the best at each stage goes on in any case. "median" prunes a trial if
-    its best accuracy is below the median of finished trials at the same evaluation.
+    Ref: Akiba et al. 2019 (arXiv 1907.10902); the sampler: Bergstra et al. 2011 (TPE). "halving" (Jamieson and
+    Talwalkar 2016, arXiv 1502.07943) prunes trials after 1, 4, 16, ... evaluations; once all have begun, the best
+    quarter at each stage continues. "median" prunes a trial below the median of finished ones at that evaluation.
     """
     if not find_spec("optuna"):
         raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"')
@@ -181,24 +180,24 @@ class _Trials:
         return {_number(t): t for t in self.study.get_trials(deepcopy=False) if "folder" in t.user_attrs}
 
     def _best(self, rung: int) -> list[int]:
-        """The numbers of the best quarter of the trials that came as far as a rung, the best first."""
+        """The numbers of the best quarter of the trials that came as far as a rung, at least one; the best first."""
+        top1 = {n: t.intermediate_values[rung] for n, t in self._begun().items() if rung in t.intermediate_values}
+        return sorted(top1, key=lambda n: -top1[n])[: max(1, len(top1) // _REDUCTION)]
+
+    def _paused(self) -> Any:
+        """The pruned trial that continues next: of the lowest rung, the best; None while new ones are left."""
         begun = self._begun()
-        top1 = {n: t.intermediate_values[rung] for n, t in begun.items() if rung in t.intermediate_values}
-        least = int(len(begun) >= self.plan.trials)
-        return sorted(top1, key=lambda n: -top1[n])[: max(least, len(top1) // _REDUCTION)]
+        best = ((begun[number], _REDUCTION * (rung + 1) - 1) for rung in _RUNGS for number in self._best(rung))
+        here = (trial for trial, next_rung in best if max(trial.intermediate_values) < next_rung)
+        pruned = (trial for trial in here if trial.user_attrs.get("how") == "pruned")
+        return next(pruned, None) if self.plan.pruner == "halving" and len(begun) >= self.plan.trials else None
 
     def _has_next(self) -> bool:
-        """Whether there is a trial to start: one that waits, or a pruned one that goes on, or a new one."""
-        if self.study.get_trials(deepcopy=False, states=(self.states.WAITING,)):
-            return True
-        begun = self._begun()
-        for rung in _RUNGS[::-1] if self.plan.pruner == "halving" else ():
-            for trial in (begun[number] for number in self._best(rung)):
-                judged_here = max(trial.intermediate_values) < _REDUCTION * (rung + 1) - 1
-                if trial.user_attrs.get("how") == "pruned" and judged_here:
-                    self._enqueue_again(trial)
-                    return True
-        return len(begun) < self.plan.trials
+        """Whether there is a trial to start: one that was stopped, a new one, or one that was pruned."""
+        stopped = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
+        if paused := None if stopped else self._paused():
+            self._enqueue_again(paused)
+        return bool(stopped or paused) or len(self._begun()) < self.plan.trials
 
     def poll(self, *, ending: bool = False) -> None:
         """Reads the metrics of running trials, prunes those that are too low, and says which have ended.
@@ -256,7 +255,8 @@ class _Trials:
             return bool(run.trial.should_prune())
         new, run.judged = range(run.judged, run.reported), max(run.judged, run.reported)
         due = [rung for rung in _RUNGS if rung in new and self.plan.pruner == "halving"]
-        return any(_number(run.trial) not in self._best(rung) for rung in due)
+        others = len(self._begun()) < self.plan.trials or self._paused() is not None
+        return bool(due) and (others or any(_number(run.trial) not in self._best(rung) for rung in due))
 
     def _finish(self, run: _TrialProcess) -> None:
         """Reports the end of a trial to the study."""
