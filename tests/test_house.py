@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 844,
     "device": 786,
     "data": 4684,
-    "distributed": 6036,  # sharded updates
+    "distributed": 6039,  # sharded updates; gradients that are divided where they are copied
     "memory": 1930,
     "tracking": 244,
     "config": 1523,

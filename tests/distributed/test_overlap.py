@@ -390,6 +390,18 @@ def test_clipping_behind_our_back_is_told() -> None:
         Threads(2).run(lambda comm: one_step(comm, clip))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph")
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_gradient_with_a_graph_is_copied_without_it(size: int) -> None:
+    def run(comm: Comm) -> bool:
+        job = contracts.make(Overlap(OneBucket()), comm=comm)
+        x, y = job.loader.batches[0]
+        job.loss(job.model(x), y).backward(create_graph=True)
+        return any(view.requires_grad for view in job.kept("overlap").layout.buckets[0].views.values())
+
+    assert not any(Threads(size).run(run))
+
+
 def test_a_second_backward_is_told() -> None:
     def again(job: Job) -> None:
         x_NCHW, y_N = job.loader.batches[0]

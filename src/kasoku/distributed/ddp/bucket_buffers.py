@@ -113,9 +113,9 @@ class BucketLayout:
         if p.grad is None or p.grad.layout != torch.strided:
             raise InputError(f"Overlap: {self.names[p]} has a sparse gradient: dense ones only")
         if scale != 1:
-            torch.mul(p.grad.detach(), scale, out=view)  # no slower than a copy
+            torch.mul(p.grad.detach(), scale, out=view)
         elif p.grad is not view:
-            view.copy_(p.grad)
+            view.copy_(p.grad.detach())
         p.grad = view
         bucket.versions[p] = version(view)
 

@@ -32,7 +32,7 @@ class Reduce:
 
     A subclass with other collectives overrides `__call__`, and calls `super().__init__(comm)`.
 
-    `scale`: gradients come multiplied by it; where that is one over the ranks, this only adds.
+    `scale`: Overlap multiplies gradients by it as it copies them. 1: the all-reduce averages them, else it adds them.
     """
 
     scale = 1.0

@@ -43,8 +43,6 @@ class Engine:
         self.late = self.may_be_late = settings.next_forward
         self.ranks, self.comm = ranks, ranks.channel()  # gradients must not hold up the other collectives
         self.reduce = settings.reducer.bind(self.comm)
-        if type(self.reduce) is Reduce and ranks.size.bit_count() == 1:  # a power of two divides without rounding
-            self.reduce.scale = 1 / ranks.size
         self.layers = LayerIndex(job.model, whole=any(technique.captures_graph for technique in job.applied))
         self.profiler: StepProfiler | None = None  # measures steps for the search of a plan
         self.replanning: Replanning | None = None
@@ -53,6 +51,9 @@ class Engine:
         self.forecast: Forecast | None = None  # of the plan that was searched, if it was
         self.link: LinkModel | None = None
         least_max = min(torch.finfo(p.dtype).max for _, p in self.layers.named)
+        exact = ranks.size.bit_count() == 1 and least_max > torch.finfo(torch.float16).max  # division by the ranks
+        if exact and type(self.reduce) is Reduce and self.reduce.comm is self.comm:
+            self.reduce.scale = 1 / ranks.size  # saves a pass over all gradients after the all-reduce
         self.largest = min(settings.reducer.largest(self.comm.size), least_max / self.comm.size)  # 0: not known
         self.decides = vetoed and self.largest > 0
         self.sharing: SharedUpdates | None = None  # from the first plan that is not measured

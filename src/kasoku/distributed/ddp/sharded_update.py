@@ -218,8 +218,10 @@ class SharedUpdates:
             shard = self.shards[bucket]
             yield from bucket.works
             for own in shard.own:
-                if self.divisor != 1 or factor != 1:
-                    bucket.flat[own].div_(self.divisor).mul_(factor)
+                if self.divisor != 1:
+                    bucket.flat[own].div_(self.divisor)
+                if factor != 1:
+                    bucket.flat[own].mul_(factor)
             if self._needs_norms and shard.used:
                 sums = shard.squares(shard.used)
                 yield self.gathers.all_reduce(sums)
