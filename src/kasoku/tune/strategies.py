@@ -3,14 +3,14 @@
 Those of kasoku leap upwards, then halve gaps: few measurements find the best size on a smooth curve with cliffs.
 
 Note: gaps. The search leaps upwards as long as a larger size may gain, but not beyond the size at which the rate would
-hardly grow. Then the gaps on both sides of the best size are halved, as long as one of them may gain more than the
-error of the best size. Within a gap, a step takes at least the time on the line through the smaller of its two sizes
-and one below that. A cliff within the gap does not change that: the best size is then just below the cliff.
+hardly grow. Then the gaps on both sides of the best size are halved, as long as one of them may gain more than its
+error (1.5 times `least_gain` at most). Within a gap, a step takes at least the time on the line through the smaller of
+its two sizes and one below that. A cliff does not change that: the best size is then just below the cliff.
 
 Note: no more steps than a decision needs. The first measurement of a size is brief. When no gap is left, the best size
-and the one that may exceed it by most are measured again in turns, so that other load affects both, until no size may
-exceed the best by much more than `least_gain`, all that may have all their steps, or this has taken half as long as the
-first measurements. A spread that is small by chance is not trusted: every size has at least the typical one.
+and the one that may exceed it by most are measured again in turns, so that other load affects both. This ends when no
+size may exceed the best by much more than `least_gain`, when all such sizes have all their steps, or (for steps that
+stall at times) when it has taken half as long as the first measurements. Every size has at least the typical spread.
 """
 
 import math
@@ -60,7 +60,7 @@ def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple
         good = tries.good
         most, error = max((worth(s.batch, s.step_s), errors_of(good)[s.batch]) for s in good)
         value, batch = max(_gaps(tries, good, worth, least_gain), default=(-math.inf, None))
-        if value <= most * (1 + max(least_gain, error)):
+        if value <= most * (1 + max(least_gain, min(error, 1.5 * least_gain))):
             batch = None
         if batch is None and again_s < _AGAIN * first_s:
             batch = doubtful(good, worth, _SETTLED * least_gain)
