@@ -17,7 +17,7 @@ from kasoku.tune.hyperparameters import SearchSettings, _TrialProcess, _Trials, 
 from kasoku.tune.search_space import Between, OneOf, read_space
 
 # Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`, less `falls` times the
-# number of the trial; says it as training does.
+# number of the trial; says it as training does. `code`: fails, or only the trial `failing` once it is continued.
 FAKE = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -27,8 +27,9 @@ settings = dict(value.split("=", 1) for flag, value in zip(given, given[1:]) if 
 top1, pause = float(settings.get("top1", 0.5)), float(settings.get("pause", 0))
 evaluations, code = int(settings.get("evaluations", 3)), int(settings.get("code", 0))
 out = Path(given[given.index("--out") + 1])
-top1 -= float(settings.get("falls", 0)) * int(out.name.split("-")[-1])
-if code:
+number = out.name.split("-")[-1]
+top1 -= float(settings.get("falls", 0)) * int(number)
+if code and settings.get("failing", number) == number and ("failing" not in settings or "--continue" in given):
     print("kasoku: batch=0: at least 1 image", file=sys.stderr)
     sys.exit(code)
 stopped = []
@@ -61,10 +62,10 @@ def plan(tmp_path):
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
 
-    def made(space, trials, *settings, **more):
+    def made(space, trials, *settings, pruner="none", **more):
         given = [part for setting in settings for part in ("--set", setting)]
         folder = more.pop("folder", tmp_path / "search")
-        return SearchSettings((sys.executable, str(script), *given), space, folder, trials, **more)
+        return SearchSettings((sys.executable, str(script), *given), space, folder, trials, pruner=pruner, **more)
 
     return made
 
@@ -128,7 +129,7 @@ def test_a_trial_below_the_median_is_ended_by_sigterm_while_it_runs(plan, tmp_pa
 
 @pytest.mark.process
 def test_halving_ends_trials_outside_the_best_quarter_at_a_rung(plan):
-    space, about = {"pause": OneOf((0.05,))}, {"about": "the same"}
+    space, about = {"pause": OneOf((0.05,))}, {"about": "the same", "pruner": "halving"}
     for trials, top1 in enumerate(("0.3", "0.4", "0.5", "0.6"), start=1):  # each the best so far
         outcomes = search(plan(space, trials, "evaluations=5", f"top1={top1}", **about), say=quiet)
         assert {outcome.how for outcome in outcomes} == {"done"}
@@ -136,7 +137,7 @@ def test_halving_ends_trials_outside_the_best_quarter_at_a_rung(plan):
     assert [outcome.how for outcome in outcomes] == ["done"] * 4 + ["pruned"]
     evaluated = Path(outcomes[-1].folder, "metrics.jsonl").read_text().splitlines()
     assert 1 <= len(evaluated) < 60
-    unpruned = search(plan(space, 6, "evaluations=5", "top1=0.2", pruner="none", **about), say=quiet)
+    unpruned = search(plan(space, 6, "evaluations=5", "top1=0.2", about="the same"), say=quiet)
     assert [outcome.how for outcome in unpruned] == ["done"] * 5 + ["pruned"]
 
 
@@ -144,7 +145,7 @@ def test_halving_ends_trials_outside_the_best_quarter_at_a_rung(plan):
 def test_halving_judges_after_1_4_and_16_evaluations(evaluations, plan, tmp_path):
     optuna = pytest.importorskip("optuna")
     (tmp_path / "search").mkdir()
-    trials = _Trials(optuna, plan(ACCURACY, 4), quiet, new_process)
+    trials = _Trials(optuna, plan(ACCURACY, 4, pruner="halving"), quiet, new_process)
     for number in range(3):
         better = {"folder": f"trial-{number + 1}"}
         values = dict.fromkeys(range(20), 0.9)
@@ -162,7 +163,7 @@ def test_halving_judges_after_1_4_and_16_evaluations(evaluations, plan, tmp_path
 @pytest.mark.process
 def test_a_continued_trial_is_not_judged_at_rungs_it_has_passed(plan, tmp_path):
     """It passed the first one alone, four better ones followed, and it goes on."""
-    space, about = {"top1": OneOf((0.3,))}, {"about": "the same"}
+    space, about = {"top1": OneOf((0.3,))}, {"about": "the same", "pruner": "halving"}
     caught: list[str] = []
     log = tmp_path / "search" / "trial-1" / "metrics.jsonl"
 
@@ -191,7 +192,7 @@ def test_a_continued_trial_is_not_judged_at_rungs_it_has_passed(plan, tmp_path):
 def test_once_all_have_begun_the_best_quarter_at_each_stage_continues(plan, tmp_path):
     said: list[str] = []
     space = {"pause": OneOf((0.05,))}
-    outcomes = search(plan(space, 8, "evaluations=20", "top1=0.9", "falls=0.01"), say=said.append)
+    outcomes = search(plan(space, 8, "evaluations=20", "falls=0.01", pruner="halving"), say=said.append)
     assert [(one.trial, one.how) for one in outcomes] == [(1, "done"), *((n, "pruned") for n in range(2, 9))]
     begun = [f"trial {n}: begins" for n in range(1, 9)]
     continued = ["trial 1: continues", "trial 2: continues", "trial 1: continues"]
@@ -200,6 +201,27 @@ def test_once_all_have_begun_the_best_quarter_at_each_stage_continues(plan, tmp_
     assert evaluated[1] == 20
     assert 4 <= evaluated[2] < 16
     assert (tmp_path / "search" / "trial-1" / "starts").read_text() == "new \ncontinued \ncontinued \n"
+
+
+@pytest.mark.process
+def test_with_several_jobs_no_more_trials_continue(plan):
+    outcomes = search(
+        plan({"pause": OneOf((0.5,))}, 7, "evaluations=4", "falls=0.01", jobs=4, pruner="halving"), say=quiet
+    )
+    evaluated = {one.trial: len(Path(one.folder, "metrics.jsonl").read_text().splitlines()) for one in outcomes}
+    assert [n for n, count in evaluated.items() if count == 4] == [1]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("code", [2, 3])
+def test_the_next_best_continues_where_the_best_fails(code, plan):
+    space = {"pause": OneOf((0.05,))}
+    settings = ("evaluations=6", "falls=0.01", f"code={code}", "failing=1")
+    outcomes = {one.trial: one for one in search(plan(space, 5, *settings, pruner="halving"), say=quiet)}
+    assert outcomes[1].how in ("diverged", "failed: batch=0: at least 1 image")
+    assert outcomes[1].top1 == 0.0, "not that of its first part"
+    assert outcomes[2].how == "done"
+    assert {outcomes[n].how for n in (3, 4, 5)} == {"pruned"}
 
 
 def test_a_signal_ends_the_trials_under_way_which_are_gone_on_with_later(plan, tmp_path):

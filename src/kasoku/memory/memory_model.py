@@ -176,8 +176,7 @@ class _ByteCount:
         On a GPU cuDNN chooses its workspace; the margin of the budget covers it.
         """
         layer, half = node.layer, self.setting.how.half
-        own: int = layer.weight.nbytes
-        weight = own
+        own = weight = int(layer.weight.nbytes)
         cast = x.nbytes // 2 if half is not None and x.dtype is not half else 0
         if self.setting.device != "cpu":
             return cast + (weight // 2 if cast else 0)

@@ -200,8 +200,7 @@ class InspectedNetwork:
             rows.append((self._name_of(choice), _mib(plain), _mib(choice.need.kept), choice.remedy))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
-        plain = sum(unit.plain for unit in self.units)
-        kept = plan.kept - self.outside.head_kept
+        plain, kept = sum(unit.plain for unit in self.units), plan.kept - self.outside.head_kept
         head = f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)} instead of {_mib(plain)}; "
         head += f"predicted peak {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
         head += f"time +{100 * self.longer(plan):.1f} %"

@@ -152,9 +152,8 @@ def unpool(layer: Any, dy_NCHW: Tensor, positions: MaxPositions) -> Tensor:
     index.mul_(inner.shape[3]).add_(position_NCHW.remainder(columns)).add_(first_column)
     dx = torch.empty_like(inner, dtype=dy_NCHW.dtype, device=dy_NCHW.device)
     windows = (pair(n) for n in (layer.kernel_size, layer.stride, layer.padding, layer.dilation))
-    like_x = dx  # whose values are not read
-    backward = _aten.max_pool2d_with_indices_backward.grad_input
-    return cast(Tensor, backward(dy_NCHW, like_x, *windows, layer.ceil_mode, index, grad_input=dx))
+    backward = _aten.max_pool2d_with_indices_backward.grad_input  # reads no values of its second argument, the input
+    return cast(Tensor, backward(dy_NCHW, dx, *windows, layer.ceil_mode, index, grad_input=dx))
 
 
 def _first_pixels(layer: Any, out_NCHW: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -138,8 +138,7 @@ class _Measurer:
 
     def __init__(self, job: Job, trial: Trial, budget_s: float) -> None:
         self.job, self.trial, self.budget_s = job, trial, budget_s
-        self.began_s = job.clock.now()
-        self.elapsed_s = 0.0
+        self.began_s, self.elapsed_s = job.clock.now(), 0.0
         self.timed: dict[int, StepTimes] = {}  # the steps of this rank at each size
         self.overlaps = any(technique.overlaps_backward for technique in job.applied)
         self.exchange_s = self._exchange() if job.comm.size > 1 else 0.0
@@ -177,8 +176,7 @@ class _Measurer:
 
     def reduce(self, values: list[float], *, op: str = "max") -> list[float]:
         """The maximum, or the mean, over the ranks; advances the common clock. Collective."""
-        passed_s = self.job.clock.now() - self.began_s
-        comm = self.job.comm
+        comm, passed_s = self.job.comm, self.job.clock.now() - self.began_s
         if comm.size == 1:
             self.elapsed_s = passed_s
             return values

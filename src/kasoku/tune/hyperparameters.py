@@ -100,9 +100,9 @@ def search(plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[s
     begins and when it ends. Raises InputError without Optuna, for a folder in use or of another search, and if none can
     run.
 
-    Ref: Akiba et al. 2019 (arXiv 1907.10902); the sampler: Bergstra et al. 2011 (TPE). "halving" (Jamieson and
-    Talwalkar 2016, arXiv 1502.07943) prunes trials after 1, 4, 16, ... evaluations; once all have begun, the best
-    quarter at each stage continues. "median" prunes a trial below the median of finished ones at that evaluation.
+    Ref: Akiba et al. 2019 (arXiv 1907.10902); Bergstra et al. 2011 (TPE). "halving" (Jamieson and Talwalkar 2016, arXiv
+    1502.07943) prunes trials after 1, 4, 16, ... evaluations; once all have begun, the best quarter at each continue.
+    "median" prunes a trial whose best accuracy is below the median of finished trials at the same evaluation.
     """
     if not find_spec("optuna"):
         raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"')
@@ -150,7 +150,7 @@ class _Trials:
         self.running: dict[int, _TrialProcess] = {}  # by job
         self.ended: list[str] = []  # how trials of this part ended
         for stale in self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
-            self._enqueue_again(stale)
+            self._enqueue_again(stale, judged=0)
 
     def start_free_jobs(self) -> bool:
         """Starts a trial on each free job; returns False when no trial runs."""
@@ -158,7 +158,7 @@ class _Trials:
         if len(failed) == len(self.ended) >= _MAX_FAILURES:
             raise InputError(f"all of the first {len(failed)} trials {failed[0]}: {_REMEDY}")
         for job in range(self.plan.jobs):
-            if job in self.running or not self._has_next():
+            if job in self.running or not self._find_next():
                 continue
             number, trial = 1 + max(self._begun(), default=0), self.study.ask()
             earlier = trial.user_attrs.get("folder")
@@ -171,6 +171,7 @@ class _Trials:
             judged = trial.user_attrs.get("judged", len(_evaluations(folder)))
             process = self.start(command, os.environ | self.plan.environment(job), Path(f"{folder}.log"))
             self.running[job] = _TrialProcess(trial, process, folder, judged=judged)
+            self._report(self.running[job])  # at once, as others are compared with it
             begins = f"{'continues' if earlier else 'begins'} ({', '.join(map('='.join, settings.items()))})"
             self.say(f"trial {_number(trial)}: {begins}")
         return bool(self.running)
@@ -179,25 +180,19 @@ class _Trials:
         """Optuna's last trial of each number."""
         return {_number(t): t for t in self.study.get_trials(deepcopy=False) if "folder" in t.user_attrs}
 
-    def _best(self, rung: int) -> list[int]:
-        """The numbers of the best quarter of the trials that came as far as a rung, at least one; the best first."""
-        top1 = {n: t.intermediate_values[rung] for n, t in self._begun().items() if rung in t.intermediate_values}
-        return sorted(top1, key=lambda n: -top1[n])[: max(1, len(top1) // _REDUCTION)]
-
-    def _paused(self) -> Any:
+    def _paused(self, begun: dict[int, Any]) -> Any:
         """The pruned trial that continues next: of the lowest rung, the best; None while new ones are left."""
-        begun = self._begun()
-        best = ((begun[number], _REDUCTION * (rung + 1) - 1) for rung in _RUNGS for number in self._best(rung))
+        best = ((trial, _REDUCTION * (rung + 1) - 1) for rung in _RUNGS for trial in _best(begun, rung))
         here = (trial for trial, next_rung in best if max(trial.intermediate_values) < next_rung)
         pruned = (trial for trial in here if trial.user_attrs.get("how") == "pruned")
         return next(pruned, None) if self.plan.pruner == "halving" and len(begun) >= self.plan.trials else None
 
-    def _has_next(self) -> bool:
-        """Whether there is a trial to start: one that was stopped, a new one, or one that was pruned."""
-        stopped = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
-        if paused := None if stopped else self._paused():
+    def _find_next(self) -> bool:
+        """Whether there is a trial to start: one that was stopped, a new one, or a pruned one, which it enqueues."""
+        begun, waiting = self._begun(), self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
+        if paused := None if waiting else self._paused(begun):
             self._enqueue_again(paused)
-        return bool(stopped or paused) or len(self._begun()) < self.plan.trials
+        return bool(waiting or paused) or len(begun) < self.plan.trials
 
     def poll(self, *, ending: bool = False) -> None:
         """Reads the metrics of running trials, prunes those that are too low, and says which have ended.
@@ -255,14 +250,15 @@ class _Trials:
             return bool(run.trial.should_prune())
         new, run.judged = range(run.judged, run.reported), max(run.judged, run.reported)
         due = [rung for rung in _RUNGS if rung in new and self.plan.pruner == "halving"]
-        others = len(self._begun()) < self.plan.trials or self._paused() is not None
-        return bool(due) and (others or any(_number(run.trial) not in self._best(rung) for rung in due))
+        begun = self._begun() if due else {}
+        others = len(begun) < self.plan.trials or self._paused(begun) is not None
+        return any(others or begun[_number(run.trial)] not in _best(begun, rung) for rung in due)
 
     def _finish(self, run: _TrialProcess) -> None:
         """Reports the end of a trial to the study."""
         code, result, stopped = run.process.poll() or 0, dict[str, float | None](), None
         with suppress(OSError, ValueError):
-            document = json.loads((run.folder / "result.json").read_text())
+            document = json.loads((run.folder / "result.json").read_text() if code == 0 or run.pruned else "{}")
             result = {name: document.get(name) for name in _FIGURES}
             stopped = document.get("stopped")  # pruned after its last evaluation, a trial may still end by itself
         self._report(run)
@@ -291,6 +287,13 @@ class _Trials:
         if not stopped.state.is_finished():
             self.study.tell(stopped.number, state=self.states.FAIL)
         self.study.enqueue_trial(stopped.params, user_attrs=kept | attributes)
+
+
+def _best(trials: dict[int, Any], rung: int) -> list[Any]:
+    """The best quarter of the trials that came as far as a rung, at least one, without those that failed since."""
+    alive = (trial for trial in trials.values() if trial.user_attrs.get("how", "done") in ("done", "pruned"))
+    reached = [trial for trial in alive if rung in trial.intermediate_values]
+    return sorted(reached, key=lambda trial: -trial.intermediate_values[rung])[: max(1, len(reached) // _REDUCTION)]
 
 
 def _evaluations(folder: Path) -> list[float]:

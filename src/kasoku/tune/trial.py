@@ -145,8 +145,7 @@ class Trial:
     """Times sizes, and trains branches, on a copy of a job."""
 
     def __init__(self, job: Job, needs: Needs) -> None:
-        self.sandbox = Sandbox(job)
-        self.needs = needs
+        self.sandbox, self.needs = Sandbox(job), needs
         self.device = next((p.device for p in self.sandbox.model.parameters()), torch.device("cpu"))
         self.memory, self.watch = MemoryForecast(self.device), Stopwatch(job.clock, self.device)
         self.held: list[Batch] = []  # images on which branches are compared
