@@ -390,6 +390,19 @@ def test_clipping_behind_our_back_is_told() -> None:
         Threads(2).run(lambda comm: one_step(comm, clip))
 
 
+@pytest.mark.parametrize(("size", "dtype", "scale"), [
+    (2, torch.float32, 0.5), (4, torch.bfloat16, 0.25), (2, torch.float16, 1), (3, torch.float32, 1),
+])  # fmt: skip
+def test_gradients_are_divided_before_the_sum_where_that_rounds_nothing(
+    size: int, dtype: torch.dtype, scale: float
+) -> None:
+    def run(comm: Comm) -> float:
+        model = contracts.Net(norm=False).to(dtype)
+        return float(contracts.make(Overlap(OneBucket()), comm=comm, model=model).kept("overlap").reduce.scale)
+
+    assert set(Threads(size).run(run)) == {scale}
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph")
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_gradient_with_a_graph_is_copied_without_it(size: int) -> None:

@@ -209,7 +209,9 @@ def test_with_several_jobs_no_more_trials_continue(plan):
         plan({"pause": OneOf((0.5,))}, 7, "evaluations=4", "falls=0.01", jobs=4, pruner="halving"), say=quiet
     )
     evaluated = {one.trial: len(Path(one.folder, "metrics.jsonl").read_text().splitlines()) for one in outcomes}
-    assert [n for n, count in evaluated.items() if count == 4] == [1]
+    whole = [n for n, count in evaluated.items() if count == 4]
+    assert 1 in whole
+    assert len(whole) <= 2, "another only where it came first"
 
 
 @pytest.mark.process
@@ -258,6 +260,22 @@ def test_a_search_that_was_killed_goes_on(plan, tmp_path):
     os.symlink(journal, f"{journal}.lock")
     outcomes = search(plan(ACCURACY, 2), say=quiet)
     assert [one.how for one in outcomes] == ["done", "done"]
+
+
+@pytest.mark.process
+def test_a_trial_whose_search_was_killed_is_judged_at_the_rung_that_it_had_reached(plan, tmp_path):
+    optuna = pytest.importorskip("optuna")
+    search(plan(ACCURACY, 1), say=quiet)
+    folder = tmp_path / "search" / "trial-2"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 1.0, "test_top1": 0.1}) + "\n")
+    journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "search" / "search.journal"))
+    study = optuna.load_study(study_name="kasoku", storage=optuna.storages.JournalStorage(journal))
+    study.ask({"top1": optuna.distributions.FloatDistribution(0.1, 0.9)}).set_user_attr("folder", str(folder))
+    said: list[str] = []
+    search(plan(ACCURACY, 3, "evaluations=9", "pause=0.5", pruner="halving"), say=said.append)
+    events = [line.split(" (")[0].split(",")[0] for line in said]
+    assert events.index("trial 2: continues") < events.index("trial 2: pruned") < events.index("trial 3: begins")
 
 
 def test_the_search_goes_on_after_a_trial_that_diverges_or_cannot_run(plan):

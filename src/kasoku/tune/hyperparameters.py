@@ -101,7 +101,7 @@ def search(plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[s
     run.
 
     Ref: Akiba et al. 2019 (arXiv 1907.10902); Bergstra et al. 2011 (TPE). "halving" (Jamieson and Talwalkar 2016, arXiv
-    1502.07943) prunes trials after 1, 4, 16, ... evaluations; once all have begun, the best quarter at each continue.
+    1502.07943) pauses trials after 1, 4, 16, ... evaluations; once all have begun, the best quarter at each go on.
     "median" prunes a trial whose best accuracy is below the median of finished trials at the same evaluation.
     """
     if not find_spec("optuna"):
@@ -158,7 +158,7 @@ class _Trials:
         if len(failed) == len(self.ended) >= _MAX_FAILURES:
             raise InputError(f"all of the first {len(failed)} trials {failed[0]}: {_REMEDY}")
         for job in range(self.plan.jobs):
-            if job in self.running or not self._find_next():
+            if job in self.running or not self._enqueue_next():
                 continue
             number, trial = 1 + max(self._begun(), default=0), self.study.ask()
             earlier = trial.user_attrs.get("folder")
@@ -187,7 +187,7 @@ class _Trials:
         pruned = (trial for trial in here if trial.user_attrs.get("how") == "pruned")
         return next(pruned, None) if self.plan.pruner == "halving" and len(begun) >= self.plan.trials else None
 
-    def _find_next(self) -> bool:
+    def _enqueue_next(self) -> bool:
         """Whether there is a trial to start: one that was stopped, a new one, or a pruned one, which it enqueues."""
         begun, waiting = self._begun(), self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
         if paused := None if waiting else self._paused(begun):
@@ -199,6 +199,7 @@ class _Trials:
 
         `ending`: ends all by SIGTERM, at which they write a checkpoint, and enqueues them again.
         """
+        new = {job: self._report(run) for job, run in self.running.items()}  # before any is judged
         for job, run in list(self.running.items()):
             if (code := run.process.poll()) is not None:
                 del self.running[job]
@@ -215,7 +216,7 @@ class _Trials:
             elif run.ended_s:
                 if time.monotonic() - run.ended_s > _GRACE_S:
                     run.process.send_signal(signal.SIGKILL)
-            elif ending or (self._report(run) and self._is_behind(run)):
+            elif ending or (new[job] and self._is_behind(run)):
                 run.ended_s, run.pruned = time.monotonic(), not ending
                 run.process.send_signal(signal.SIGTERM)
 
@@ -258,7 +259,7 @@ class _Trials:
         """Reports the end of a trial to the study."""
         code, result, stopped = run.process.poll() or 0, dict[str, float | None](), None
         with suppress(OSError, ValueError):
-            document = json.loads((run.folder / "result.json").read_text() if code == 0 or run.pruned else "{}")
+            document = json.loads((run.folder / "result.json").read_text() if code in (0, STOPPED) else "{}")
             result = {name: document.get(name) for name in _FIGURES}
             stopped = document.get("stopped")  # pruned after its last evaluation, a trial may still end by itself
         self._report(run)

@@ -36,9 +36,8 @@ class MemoryForecast:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._seen = device, 0
         self.peaks: list[tuple[int, int]] = []  # (batch, bytes), in ascending order of sizes
-        self._seen = 0
 
     def begin(self) -> None:
         self._seen = 0

@@ -3,14 +3,14 @@
 Those of kasoku leap upwards, then halve gaps: few measurements find the best size on a smooth curve with cliffs.
 
 Note: gaps. The search leaps upwards as long as a larger size may gain, but not beyond the size at which the rate would
-hardly grow. Then the gaps on both sides of the best size are halved, as long as one of them may gain more than its
-error (1.5 times `least_gain` at most). Within a gap, a step takes at least the time on the line through the smaller of
-its two sizes and one below that. A cliff does not change that: the best size is then just below the cliff.
+hardly grow. Then the gaps on both sides of the best size are halved, as long as one of them may gain more than the
+error of the best size, taken as 1 to 1.5 times `least_gain`. Within a gap, a step takes at least the time on the line
+through the smaller of its two sizes and one below that. With a cliff within it, the best size is just below the cliff.
 
 Note: no more steps than a decision needs. The first measurement of a size is brief. When no gap is left, the best size
 and the one that may exceed it by most are measured again in turns, so that other load affects both. This ends when no
-size may exceed the best by much more than `least_gain`, when all such sizes have all their steps, or (for steps that
-stall at times) when it has taken half as long as the first measurements. Every size has at least the typical spread.
+size may exceed the best by much more than `least_gain`, when all such sizes have all their steps, or when it has taken
+half as long as the first measurements. Every size has at least the typical spread.
 """
 
 import math
