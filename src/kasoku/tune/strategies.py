@@ -29,11 +29,11 @@ Worth = Callable[[int, float], float]  # (batch, step_s) -> the more the better
 _LEAP = 4  # the largest factor to the next size above
 _POINTS = 32  # of a gap at which gains are computed
 _SAME = 0.005  # the loss at which a smaller size is still preferred
+_MOST_ERROR = 1.5  # times the least gain: a larger error of the best size counts as this
 _SETTLED = 1.25  # times the least gain: the search is settled when no other size may gain more
 _SURE = 2  # standard errors
 _AGAIN = 0.5  # time for repeated measurements, as a multiple of that for first ones
-_CHECK_EVERY = 5  # loops between two tests of convergence
-_MAX_LOOPS = 100
+_CHECK_EVERY, _MAX_LOOPS = 5, 100  # loops between two tests of convergence; in all
 _MAX_STEP = 10  # multiples by which a size grows at most
 _COST = 1.5  # time of an image in a branch, of which the losses are a part, over that in a step
 _CRITICAL = 1.1  # times the images of the smallest branch: what the critical batch needs at most
@@ -60,7 +60,7 @@ def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple
         good = tries.good
         most, error = max((worth(s.batch, s.step_s), errors_of(good)[s.batch]) for s in good)
         value, batch = max(_gaps(tries, good, worth, least_gain), default=(-math.inf, None))
-        if value <= most * (1 + max(least_gain, min(error, 1.5 * least_gain))):
+        if value <= most * (1 + max(least_gain, min(error, _MOST_ERROR * least_gain))):
             batch = None
         if batch is None and again_s < _AGAIN * first_s:
             batch = doubtful(good, worth, _SETTLED * least_gain)
