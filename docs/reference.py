@@ -221,7 +221,10 @@ def document(name: str) -> str:
 
 def recipes() -> str:
     """The tables of a recipe that have a form of their own."""
-    titles = {"recipe": "Top-level keys", **{name: f"[{name}]" for name in ("evaluate", "save", "device", "tune")}}
+    titles = {
+        "recipe": "Top-level keys",
+        **{name: f"[{name}]" for name in ("evaluate", "save", "device", "tune", "faults")},
+    }
     return "\n\n".join(f"### {title}\n\n{settings(describe.TABLES[name])}" for name, title in titles.items())
 
 

@@ -21,7 +21,7 @@ _LINE = 1200  # letters of a message, at most
 VERBS = {  # verb: (module of kasoku.commands, help)
     "train": ("train", "train from a recipe, or on a folder of photos"),
     "launch": ("launch", "train on the GPUs of many machines: here, or by Slurm, Kubernetes, Kubeflow, SkyPilot"),
-    "tune": ("tune", "find the batch, or the rate, that trains a recipe fastest"),
+    "tune": ("tune", "find the batch that trains a recipe fastest"),
     "search": ("search", "try settings of a recipe, each in a training of its own (Optuna)"),
     "profile": ("profile", "where the time of a step goes: blocks, operators, gaps"),
     "simulate": ("simulate", "time and cost of a recipe on a cluster that is described in a file"),

@@ -9,7 +9,7 @@ from helpers.photos import coloured_photos
 from kasoku.cli import main
 from kasoku.config import describe
 from kasoku.config.from_folder import recipe_for
-from kasoku.config.recipe import Evaluate, Recipe, load
+from kasoku.config.recipe import Evaluate, Recipe, dumps, load
 from kasoku.config.shipped import RECIPES
 
 SHORT = ["--set", "device.threads=1", "--quiet"]
@@ -37,6 +37,16 @@ def test_every_key_has_its_line_above_it(here):
                 assert " ".join(comment.replace("\n#", " ").split()).endswith(setting.line), key
     lines = text.splitlines()
     assert "# norm_momentum = 0.4" in lines, "settings that the recipe leaves out stand there as comments"
+
+
+def test_keys_that_go_to_a_function_as_they_are_and_an_auto_batch_stay(here):
+    model = "model={use='kasoku.models.huggingface', model_name='vit', hidden_size=96}"
+    (here / "own.toml").write_text(dumps(load(RECIPES["digits_cnn_98"], ["batch=auto", "reference_batch=64", model])))
+    assert main(["init", "own.toml", "--out", "mine.toml"]) == 0
+    mine = load(here / "mine.toml")
+    assert mine.model.keys["hidden_size"] == 96
+    assert mine.auto_batch
+    assert mine == load(here / "own.toml")
 
 
 @pytest.mark.usefixtures("one_core")

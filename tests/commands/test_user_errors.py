@@ -1,10 +1,12 @@
 """An error in the user's own code is one line that says where; an error in kasoku's own code is not hidden."""
 
+import json
 import re
 import sys
 
 import pytest
 
+from helpers.photos import coloured_photos
 from kasoku.cli import main
 from kasoku.core import InputError, attributed
 
@@ -227,10 +229,14 @@ def test_too_few_outputs_are_said_before_the_start(trained, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_outputs_without_a_class_are_said_in_a_line(trained):
+def test_outputs_without_a_class_are_said_in_a_line_and_never_predicted(trained, tmp_path, capsys):
     code, err = trained("nn.Linear(64, num_classes)", "nn.Linear(64, 12)")
     assert code == 0
     assert err == "kasoku: mine.Net has 12 outputs, and the data has 10 classes: give it num_classes\n"
+    photos = coloured_photos(tmp_path / "photos", classes=1, images=1)
+    assert main(["predict", str(tmp_path / "run"), str(photos), "--allow", "mine", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["images"][0]["classes"]) == 5
+    sys.modules.pop("mine")
 
 
 @pytest.mark.parametrize("library", ["sympy", "sqlalchemy", "torchvision.io"])

@@ -203,6 +203,29 @@ def test_a_closure_is_refused_and_none_is_none():
         job.optimizer.step(lambda: 0.0)
 
 
+def test_hooks_run_again_after_a_step_that_raised():
+    class Fails(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure=None):
+            if self.fails:
+                raise MemoryError
+            return super().step(closure)
+
+    seen = []
+    job = make(optimizer=lambda model: Fails(model.parameters(), 0.1))
+    job.before_step(lambda: seen.append(job.steps))
+    x_NCHW, y_N = next(iter(job.loader))
+    job.backward(job.loss(job.model(x_NCHW), y_N))
+    with pytest.raises(MemoryError):
+        job.optimizer.step()
+    job.optimizer.fails = False
+    job.backward(job.loss(job.model(x_NCHW), y_N))
+    job.optimizer.step()
+    assert seen == [0, 0]
+    assert job.steps == 1
+
+
 def test_the_optimizer_is_made_after_model_techniques():
     @dataclass(frozen=True)
     class Grow(Technique):

@@ -107,3 +107,5 @@ def test_a_schedule_that_ends_within_its_warm_up_is_refused():
         Polynomial(warmup=5, epochs=5)
     with pytest.raises(InputError, match="warmup=-1: at least 0"):
         Constant(warmup=-1)
+    with pytest.raises(InputError, match="decay=0: above 0"):
+        ArcCotangent(decay=0)

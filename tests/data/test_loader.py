@@ -463,6 +463,11 @@ def test_sample_is_deterministic_and_not_augmented(photos):
     assert sample(photos, 6).shape == (6, 3, 16, 16)
 
 
+def test_a_grey_sample_has_the_channel_of_its_data_set():
+    grey = replace(own("array"), channels=1, mean=(0.5,), std=(0.5,))
+    assert sample(grey, 6).shape == (6, 1, 16, 16)
+
+
 # ---- parts, filling up, surveys, sharing
 
 

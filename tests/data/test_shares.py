@@ -95,6 +95,14 @@ def test_shares_in_parts_are_accumulated():
     assert_near(alone, ranks[0])
 
 
+def test_with_at_once_a_rank_takes_as_many_parts_as_its_share_has():
+    alone = trained(Solo())
+    one, other = Threads(2).run(lambda comm: trained(comm, Shares((24, 8), at_once=8), AllReduce()))
+    assert [len(index) for index in one.indices] == [8] * 3 * STEPS
+    assert [len(index) for index in other.indices] == [8] * STEPS
+    assert_near(alone, one)
+
+
 @pytest.mark.parametrize(("norm_batch", "parts"), [(8, 1), (4, 2)])
 def test_shares_in_groups_of_norm_batch_keep_the_statistics_of_one_rank(norm_batch: int, parts: int):
     virtual = VirtualRanks(norm_batch)

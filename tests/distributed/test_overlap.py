@@ -14,7 +14,8 @@ from helpers.ranks import on_processes, on_ranks
 from kasoku.core import Comm, InputError, Job, Linear, Technique, Threads
 from kasoku.core.blocks import blocks
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
-from kasoku.distributed import Fixed, Graded, LowRank, OneBucket, Overlap, PerLayer, Planned, Reducer, Wire
+from kasoku.distributed import AllReduce, Fixed, Graded, LowRank, OneBucket, Overlap, PerLayer, Planned, Reducer, Wire
+from kasoku.distributed.ddp.bucket_plan import Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.optim import EMA, Clip, Rate, Trust, lars, sgd
 
@@ -288,6 +289,31 @@ def test_frozen_parameters_stay() -> None:
     for found, before in Threads(2).run(run):
         assert torch.equal(found["spare.weight"], before)
         assert not torch.equal(found["first.weight"], Shared().first.weight)
+
+
+def ending(model: nn.Module) -> torch.optim.Optimizer:
+    """The spare block trains for half an epoch, as cifarnet's whitening bias does."""
+    spare = {*model.spare.parameters()}
+    rest = [p for p in model.parameters() if p not in spare]
+    return torch.optim.SGD([{"params": [*spare], "until": 0.5}, {"params": rest}], lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("buckets", [OneBucket(), PerLayer(0), Planned(warm=1, measure=1)], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"unused": "skip"}, {"next_forward": False}, {"shard": True}], ids=str)
+def test_parameters_that_the_schedule_freezes_stay_from_then_on(buckets: Policy, settings: dict[str, Any]) -> None:
+    def run(comm: Comm, share: Technique) -> dict[str, Tensor]:
+        job = contracts.make(share, Rate(Linear(epochs=4)), model=Shared(), optimizer=ending, comm=comm)
+        spare: list[Tensor] = []
+        contracts.train(job, 12, each=lambda: spare.append(contracts.weights(job)["spare.weight"].clone()))
+        assert not job.model.spare.weight.requires_grad
+        assert torch.equal(spare[-1], spare[-4])
+        assert not torch.equal(spare[-1], Shared().spare.weight)
+        return contracts.weights(job)
+
+    waiting, hiding = (Threads(2).run(lambda c, s=s: run(c, s)) for s in (AllReduce(), Overlap(buckets, **settings)))
+    for waits, hides in zip(waiting, hiding, strict=True):
+        for name, x in waits.items():
+            torch.testing.assert_close(hides[name], x, rtol=1e-5, atol=1e-6)
 
 
 def leave_out(rank: int, both: bool) -> Callable[[Job, int], object]:

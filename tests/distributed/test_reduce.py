@@ -213,6 +213,11 @@ def test_low_rank_recovers_from_zero_gradients():
     assert torch.allclose(total, 2 * value, atol=1e-4)
 
 
+@pytest.mark.parametrize("seed", [2**32, -(2**40)])
+def test_low_rank_takes_any_seed(seed: int):
+    LowRank(1, seed=seed, min_elements=1).bind(Solo())("key", torch.ones(100)).wait()
+
+
 def test_nodes_may_be_single_ranks_or_hold_all():
     for node, across in ((1, Mean()), (1, Wire()), (4, Wire()), (2, LOW)):
         found = on_ranks("threads", 4, steps, Hierarchical(node, across), 2)

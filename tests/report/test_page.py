@@ -229,6 +229,15 @@ def test_what_a_run_has_damaged_is_left_out_and_said(tmp_path, figures):
     assert {chart["key"] for chart in charts_of(out)} == {"loss", "rate", "accuracy", "accuracy-time"}
 
 
+@pytest.mark.parametrize("chosen", [33, 10**400])
+def test_a_chosen_batch_that_was_not_tried_is_left_out_and_said(tmp_path, figures, chosen):
+    run = shown.run_folder(tmp_path / "bare-1")
+    shown.write(run, tuning={**shown.tuning(), "chosen": chosen})
+    out = tmp_path / "page.html"
+    assert main(["report", str(run), "--out", str(out)]) == 0
+    assert "tuning.json is not as expected" in shown.text_of(out)
+
+
 def test_a_run_that_has_no_result_yet_is_shown(tmp_path, figures):
     run = shown.run_folder(tmp_path / "young-1")
     (run / "result.json").unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import itertools
 import json
 import os
 import re
@@ -464,6 +465,14 @@ class Pairs:
     def __iter__(self) -> Iterator[Tensor]:
         for _ in range(3):
             yield torch.ones(5, 4)
+
+
+def test_a_loader_of_a_class_written_in_c_is_not_timed():
+    model, backward = nn.Linear(4, 2), torch.autograd.backward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, itertools.islice(Pairs(), 2)):
+        pass
+    assert torch.autograd.backward is backward
 
 
 def test_two_lines_around_a_loop_print_its_verdict(capsys: pytest.CaptureFixture[str]):

@@ -1,5 +1,7 @@
 """Test-time averaging and scores, against plain arithmetic."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -34,6 +36,12 @@ def test_crops_change_only_the_unsure_and_to_the_mean_of_six_views(model):
         views = [padded[:, :, :8, :8], padded[:, :, 2:, 2:]]
         shifted = sum(model(v) + model(v.flip(3)) for v in views) / 4
         torch.testing.assert_close(crops[i], (mirror[i] + shifted[0]) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_where_no_image_can_be_decoded_there_is_no_accuracy(model):
+    scores = evaluate(model, [(torch.zeros(0, 3, 8, 8), torch.zeros(0, dtype=torch.int64))])
+    assert (scores.top1, scores.images) == (0, 0)
+    assert math.isnan(scores.loss)
 
 
 def test_scores_are_those_of_a_slow_count(model):

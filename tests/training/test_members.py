@@ -46,6 +46,10 @@ def test_an_ensemble_that_is_finished_says_so_and_its_report_lies_in_its_folder(
     shown, err = capsys.readouterr()
     assert shown == ""
     assert err.startswith(f"kasoku: {out}: 2 members, the first finished: 2 epochs, accuracy ")
+    assert main(["train", "--resume", str(out), "--dry-run"]) == 0
+    assert "epochs" in capsys.readouterr().out
+    assert main(["train", "--resume", str(out), "--print"]) == 2
+    assert "--print of an ensemble: one recipe is printed" in capsys.readouterr().err
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(out)]) == 0

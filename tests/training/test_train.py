@@ -177,6 +177,8 @@ def test_a_run_that_reached_its_target_trains_on_to_a_higher_one(tmp_path):
     assert train("--resume", str(run), "--quiet", "--set", "evaluate.target=1", "--set", "epochs=2") == 0
     after = json.loads((run / "result.json").read_text())
     assert after["epochs"] > before["epochs"]
+    assert train("--resume", str(run), "--quiet", "--set", "evaluate.target=0", "--set", "epochs=3") == 0
+    assert json.loads((run / "result.json").read_text())["epochs"] == 3
 
 
 def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, capsys):

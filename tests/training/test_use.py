@@ -25,6 +25,7 @@ from helpers.ranks import on_processes
 from helpers.started import clean
 from kasoku import data, models
 from kasoku.cli import main
+from kasoku.commands.export import _weights
 from kasoku.core import Comm, Solo
 from kasoku.training.trained_run import load
 
@@ -105,6 +106,15 @@ def test_probabilities_are_not_rounded_to_bf16(digit_runs, tmp_path, capsys):
     assert float(row["probability_1"]) == pytest.approx(float(exact.softmax(1).max()), abs=6e-5)
 
 
+@pytest.mark.process
+def test_a_file_name_that_is_no_text_is_printed_as_it_is(digit_runs, tmp_path):
+    folder = os.fsencode(coloured_photos(tmp_path / "photos", classes=1, images=1) / "colour0")
+    os.rename(folder + b"/0.jpg", folder + b"/caf\xe9.jpg")
+    command = [sys.executable, "-m", "kasoku", "predict", str(digit_runs[0]), os.fsdecode(folder)]
+    shown = subprocess.run(command, capture_output=True, check=True, env=clean({"PYTHONUTF8": "1"}))
+    assert b"/caf\xe9.jpg," in shown.stdout
+
+
 def test_predict_reads_relative_paths_as_absolute_ones(digit_runs, tmp_path, monkeypatch, capsys):
     coloured_photos(tmp_path / "photos", classes=1, images=3)
     monkeypatch.chdir(tmp_path)
@@ -159,6 +169,13 @@ def test_export_to_safetensors_keeps_every_bit(digit_runs, tmp_path):
     assert models.load(model, tmp_path / "w.safetensors") == []
     best = load_file(digit_runs[0] / "best.safetensors")
     assert all(tensor.equal(best[name]) for name, tensor in load_file(tmp_path / "w.safetensors").items())
+
+
+def test_tied_weights_are_exported_as_safetensors(digit_runs, tmp_path):
+    member = load(digit_runs[0])
+    member.job.model.again = next(m for m in member.job.model.modules() if isinstance(m, nn.Linear))
+    save_file(_weights([member]), tmp_path / "tied.safetensors")
+    assert load_file(tmp_path / "tied.safetensors")["again.weight"].equal(member.job.model.again.weight)
 
 
 def test_the_torch_export_program_gives_the_logits_for_any_batch(digit_runs, tmp_path):

@@ -218,6 +218,17 @@ def test_a_size_that_does_not_fit_ends_the_branches():
     assert found.batch <= 100
 
 
+def test_a_size_whose_branch_has_no_memory_is_not_chosen():
+    class Short(Planted):
+        def branch(self, batch: int, rate: float, images: int) -> list[float]:
+            return [] if batch > 64 else super().branch(batch, rate, images)
+
+    device = Short(CURVES["a line"], noise=1e9)  # so that the largest would win
+    found = TimeToTarget().search(device.tries())
+    assert max(device.tried) > 64
+    assert found.batch <= 64
+
+
 def test_time_to_target_goes_by_a_curve_of_epochs_within_it():
     curve = ((16, 10.0), (64, 12.0), (256, 30.0))
     strategy = TimeToTarget(epochs=curve)
@@ -262,6 +273,8 @@ def test_where_nothing_fits_it_is_said(strategy: Strategy):
     device = Planted(CURVES["a line"], fits=2)
     with pytest.raises(InputError, match=r"batch=\d+: out of memory: start with a smaller batch"):
         strategy.search(device.tries(least=4))
+    with pytest.raises(InputError, match=r"batch=\d+: out of memory: start with a smaller batch"):
+        strategy.search(device.tries(least=8))
 
 
 @every_strategy

@@ -174,7 +174,9 @@ class LocalArguments(LaunchArguments):
 
     node: int | None = option(metavar="I", help="which of the nodes this is (default: 0)")
     master: str | None = option(metavar="HOST", help="the host of node 0 (default: MASTER_ADDR, or this one)")
-    port: int | None = option(metavar="P", help="free on node 0 (default: MASTER_PORT, or any)")
+    port: int | None = option(
+        metavar="P", help="free on node 0 (default: MASTER_PORT; else any, or 29500 for several nodes)"
+    )
     go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
     quiet: bool = option(default=False, help="no progress bar")
 
@@ -247,7 +249,7 @@ class ProfileArguments(RecipeArguments, JsonArguments):
 
     steps: int = option(default=10, metavar="N", help="steps of each measurement (default: 10)")
     ranks: int | None = option(metavar="N", help="processes on this machine (default: as kasoku train)")
-    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
+    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-profile-N)")
     if_interrupted: ClassVar[str] = "no run was changed"
     description: ClassVar[str] = "kasoku profile [--out DIR] -- python train.py ...: the same of a script as it is"
 
@@ -255,7 +257,7 @@ class ProfileArguments(RecipeArguments, JsonArguments):
 class ScriptArguments(CommandArguments):
     """The arguments of `kasoku profile -- COMMAND`."""
 
-    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
+    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-profile-N)")
 
 
 class SimulateArguments(RecipeArguments, JsonArguments):
@@ -266,7 +268,7 @@ class SimulateArguments(RecipeArguments, JsonArguments):
     profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
     sweep: str = option(default="", metavar="AXIS=A:B", help="draw curves: gpus, strong, images, batch, bucket_mib")
     what_if: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="of the cluster, as latency=0.5")
-    out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
+    out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-simulated-N)")
 
 
 class PlanArguments(RecipeArguments, JsonArguments):

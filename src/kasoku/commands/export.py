@@ -95,7 +95,9 @@ def _writer(arguments: ExportArguments, members: Sequence[Trained], facts: Mappi
 def _weights(members: Sequence[Trained]) -> dict[str, Tensor]:
     networks = nn.ModuleDict({member.path.name: member.job.model for member in members})
     plain = networks if len(members) > 1 else members[0].job.model
-    return {name: w.contiguous() for name, w in plain.state_dict().items()}
+    return {
+        name: w.clone(memory_format=torch.contiguous_format) for name, w in plain.state_dict().items()
+    }  # also tied ones
 
 
 def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`kasoku init`: writes a recipe to start from, with a comment on each key."""
 
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import tomli_w
 
 from kasoku.commands.arguments import InitArguments
 from kasoku.config import describe, toml
-from kasoku.config.recipe import Recipe, load
+from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 
@@ -28,7 +29,9 @@ def run(arguments: InitArguments) -> int:
         recipe = recipe_for(source, None)
     else:
         recipe = load(source)
-    write_text(out, "\n".join([f"# Train it: kasoku train {out}", *_commented(toml.table(recipe), Recipe), ""]))
+    write_text(
+        out, "\n".join([f"# Train it: kasoku train {out}", *_commented(tomllib.loads(dumps(recipe)), Recipe), ""])
+    )
     print(f"{out}: written; train it with: kasoku train {out}")
     return 0
 
@@ -39,8 +42,9 @@ def _commented(table: Mapping[str, Any], thing: Callable[..., Any], path: str = 
         thing = toml.resolve(table["use"], f"{path}use")
         yield from _comment(describe.summary_of(thing))
         yield f'use = "{describe.name_of(thing, table["use"])}"'
-    below = []
-    for setting in describe.settings_of(thing):
+    below, known = [], describe.settings_of(thing)
+    names = {"use", *(setting.name for setting in known)}
+    for setting in [*known, *(describe.Setting(name, "", "", "") for name in table if name not in names)]:
         name, value = setting.name, table.get(setting.name)
         if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
             below.append((setting, value))
@@ -49,11 +53,13 @@ def _commented(table: Mapping[str, Any], thing: Callable[..., Any], path: str = 
         elif name not in table and setting.default not in ("", "required"):
             yield from (*_comment(setting.line), f"# {name} = {setting.default}")
     for setting, value in below:
-        known = {each.__name__: each for each in describe.TABLES.values()}
+        tables = {each.__name__: each for each in describe.TABLES.values()}
         head = f"[{path}{setting.name}]" if isinstance(value, dict) else f"[[{path}{setting.name}]]"
         for each in [value] if isinstance(value, dict) else value:
             yield from ("", *_comment(setting.line), head)
-            yield from _commented(each, known.get(setting.type.removeprefix("table: "), dict), f"{path}{setting.name}.")
+            yield from _commented(
+                each, tables.get(setting.type.removeprefix("table: "), dict), f"{path}{setting.name}."
+            )
 
 
 def _comment(text: str) -> list[str]:

@@ -37,7 +37,7 @@ def run_local(arguments: options.LocalArguments) -> int:
         raise InputError(f"--gpus-per-node {each}: this machine has no GPU, and {cores()} cores: {advice}")
     if arguments.go_on and not arguments.out:
         raise InputError("--continue without --out: where the run is, or will be, is wanted; give --out DIR")
-    node = _from(arguments.node, "JOB_COMPLETION_INDEX", 0)
+    node = _from(arguments.node, "JOB_COMPLETION_INDEX" if arguments.nodes > 1 else "", 0)
     if not 0 <= node < arguments.nodes:
         raise InputError(f"--node {node}: nodes count from 0 to {arguments.nodes - 1}, as --nodes says")
     master = arguments.master or os.environ.get("MASTER_ADDR")
@@ -96,8 +96,14 @@ def run_skypilot(arguments: options.SkypilotArguments) -> int:
 
 def _cluster_job(arguments: options.SlurmArguments | options.KubernetesArguments, most: int) -> LaunchSpec:
     """The job. Raises InputError for a name or a port that clusters do not take."""
+    from kasoku.training.ensemble import varied
+
     recipe = arguments.load()
     check_data(recipe)  # a job that waits for hours in a queue must not end at once
+    if arguments.members:
+        varied(lambda more: arguments.load(*more), arguments.members, arguments.vary)
+    elif arguments.vary:
+        raise InputError("--vary without --members: a value for each member is wanted; give --members K")
     each = _shape(arguments, recipe, 8)
     _check_port(options.PORT if arguments.port is None else arguments.port, 1)
     from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")

@@ -52,12 +52,12 @@ def run(arguments: PlanArguments) -> int:
     document = chosen.scenario.document(chosen.step)
     rows = _rows(chosen, document)
     print_table(f"the best of {len(tried)} ways", rows)
+    arguments.document.update(folder=str(folder), **_write(chosen, folder, recipe, {**document, "shown": rows}))
     if arguments.buckets:
         inputs = chosen.step.inputs
         own, _, _ = search(inputs.units, inputs.tensors, inputs.link, next_forward=False)
         arguments.document["bucket_cap_mb_list"] = caps = ddp_caps(own, inputs.tensors)
         print(f"DistributedDataParallel(..., bucket_cap_mb_list={caps})")
-    arguments.document.update(folder=str(folder), **_write(chosen, folder, recipe, {**document, "shown": rows}))
     return 0
 
 

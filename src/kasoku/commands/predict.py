@@ -3,9 +3,10 @@
 import csv
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from kasoku.commands.arguments import PredictArguments
 from kasoku.core import InputError, summary
@@ -24,9 +25,11 @@ def run(arguments: PredictArguments) -> int:
     files = [file for image in arguments.images for file in find_images(image)]
     top = min(5, len(members[0].classes))
     columns = [f"{column}_{i + 1}" for i in range(top) for column in ("class", "probability")]
-    errors, out = list[str](), arguments.out
-    writing = partial(open, mode="w", encoding="utf-8", errors="surrogateescape", newline="")  # a path may be any bytes
-    with writing(out) if out else nullcontext(sys.stdout) as lines:
+    errors, out, shown = list[str](), arguments.out, cast(Any, sys.stdout)
+    with suppress(AttributeError):  # of a notebook
+        shown.reconfigure(errors="surrogateescape")  # a path may be any bytes
+    writing = partial(open, mode="w", encoding="utf-8", errors="surrogateescape", newline="")
+    with writing(out) if out else nullcontext(shown) as lines:
         table = csv.writer(lines)
         if numbers is None:
             table.writerow(["image", *columns, "error"])

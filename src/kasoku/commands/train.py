@@ -63,7 +63,8 @@ def _check(arguments: TrainArguments) -> None:
         and (a.weights or a.freeze),
         "--vary without --members: a value for each member is wanted; give --members K": a.vary and not a.members,
         "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
-        "--print beside --members: one recipe is printed; leave --members out": a.show and a.members,
+        "--print of an ensemble: one recipe is printed; leave --members out, or give a member's folder": a.show
+        and (a.members or (a.resume and members_of(a.resume))),
         "--freeze without --weights: the frozen blocks would keep their random weights; give both": a.freeze
         and not a.weights,
     }
@@ -182,6 +183,8 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
     from kasoku.report import dry_run, print_table
     from kasoku.training import trainer
 
+    if arguments.show and recipe.auto_batch and not recipe.reference_batch:
+        raise InputError('--print: batch = "auto" of a recipe with points has no settings yet: give --set batch=N')
     shown: dict[str, Any] = {}
     if arguments.data and recipe.auto_batch and not arguments.show:
         say("the time is known once the batch is tuned; --set batch=N shows the choices for N images", comm.rank)
@@ -226,7 +229,10 @@ def _time_row(training: "Training") -> dict[str, str]:
     """How long a training takes. Collective; computes a few steps."""
     from kasoku.training.auto_batch import estimated_s
 
-    seconds = estimated_s(training)
+    try:
+        seconds = estimated_s(training)
+    except InputError:  # on all ranks: no memory for a copy
+        return {}
     unit, unit_s = next((unit for unit in (("s", 1), ("min", 60)) if seconds < 120 * unit[1]), ("h", 3600))
     return {"time": f"about {max(1, round(seconds / unit_s))} {unit} on this machine, from a few steps"}
 
@@ -269,13 +275,13 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
 
     recipes, paths, over = run_on_all_ranks(comm, members)
     assert_same_on_all_ranks(comm, {"member": [dumps(recipe) for recipe in recipes]})
-    if all(over):
-        say(f"{folder}: {len(paths)} members, the first {over[0]}", comm.rank)
-        return _end(comm, None, folder, recipes[0])
     if arguments.dry_run:
         for recipe in recipes if comm.rank == 0 else ():
             preview(recipe)
         return 0
+    if all(over):
+        say(f"{folder}: {len(paths)} members, the first {over[0]}", comm.rank)
+        return _end(comm, None, folder, recipes[0])
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     say(schedule_warning(recipes[0]), comm.rank)
     with _advised(folder):

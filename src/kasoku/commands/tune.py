@@ -54,9 +54,9 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
             chosen.append(f"accumulate={tuned.recipe.accumulate}")
         print(" ".join(f"--set {setting}" for setting in chosen))
         document = tuned.result.as_json()
-        arguments.document.update(settings=chosen, **document)
         if folder:
             write_text(folder / "tuning.json", json_text(document))
+        arguments.document.update(settings=chosen, **document)
 
     run_on_all_ranks(comm, lambda: report() if comm.rank == 0 else None)
     return 0

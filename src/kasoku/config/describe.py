@@ -59,9 +59,8 @@ def listed() -> dict[str, dict[str, Callable[..., Any]]]:
     """The names that kasoku has for recipes, by section: name -> class or function."""
     sections: dict[str, dict[str, Callable[..., Any]]] = {}
     for title, (kind, packages) in _SECTIONS.items():
-        names = ((package, name) for package in packages for name in package.__all__)
-        things = {f"{package.__name__}.{name}": getattr(package, name) for package, name in names}
-        sections[title] = {name: thing for name, thing in things.items() if _is(thing, kind)}
+        things = ((f"{p.__name__}.{name}", getattr(p, name)) for p in packages for name in p.__all__)
+        sections[title] = {name: thing for name, thing in things if _is(thing, kind)}
     return {**sections, "tables": TABLES}
 
 

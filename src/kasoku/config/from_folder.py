@@ -96,10 +96,8 @@ def _network_of(weights: Path) -> str:
             continue
         with torch.device("meta"):
             model = factory()
-        try:
+        with suppress(InputError):
             models.fill(model, state, weights)
-        except InputError:
-            continue
-        return name
+            return name
     advice = "write a recipe with a model of your own"
     raise InputError(f"{weights}: weights of none of our networks (kasoku list): {advice}")

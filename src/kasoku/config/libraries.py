@@ -25,21 +25,20 @@ def build(model: Factory, classes: int, channels: int, side: int, *, weights: bo
     `weights`: loads those that the keys name.
     """
     library, keys = library_of(model), dict(model.keys)
+    if library in ("timm", "huggingface") and not weights:
+        keys["pretrained"] = False
     if not library:
         network = model(num_classes=classes, in_channels=channels, image_size=side)
     elif library == "torchvision":  # published weights decide the number of classes
         network = model.call(**({} if keys.get("weights") else {"num_classes": classes}), **keys)
+    elif library == "timm":
+        file = keys.pop("checkpoint_path", "")
+        sized = {"img_size": side} if _timm_config(model).fixed_input_size else {}
+        network = model.call(**{"num_classes": classes, "in_chans": channels, **sized, **keys})
+        if file and weights:
+            models.load(network, file)
     else:
-        if not weights:
-            keys["pretrained"] = False
-        if library == "timm":
-            file = keys.pop("checkpoint_path", "")
-            sized = {"img_size": side} if _timm_config(model).fixed_input_size else {}
-            network = model.call(**{"num_classes": classes, "in_chans": channels, **sized, **keys})
-            if file and weights:
-                models.load(network, file)
-        else:
-            network = model.call(**{"num_labels": classes, "num_channels": channels, "image_size": side, **keys})
+        network = model.call(**{"num_labels": classes, "num_channels": channels, "image_size": side, **keys})
     if any(kind.__module__.startswith("transformers.") for kind in type(network).__mro__):
         network.register_forward_hook(logits_of)
     return network

@@ -249,8 +249,7 @@ def read_early(recipe: Recipe) -> None:
 
 def dataset(recipe: Recipe) -> Dataset:
     """The recipe's data; of a network with a mean and a standard deviation of its own, normalised by these."""
-    kept = [data for use, data in _READ if use == recipe.data]
-    data = kept[0] if kept else checked(recipe.data(), Dataset, "data")
+    data = next((data for use, data in _READ if use == recipe.data), None) or checked(recipe.data(), Dataset, "data")
     mean, std = libraries.normalisation(recipe.model) or ((), ())
     return replace(data, mean=mean, std=std) if len(mean) == len(std) == data.channels else data
 
@@ -315,9 +314,7 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
         for setting in settings:  # they override the points too
             override(document, setting)
         document.pop("points", None)
-    if first:
-        document = {**document, "batch": first, "origin": _AUTO_ORIGIN}
-    return parse(Recipe, document)
+    return parse(Recipe, {**document, "batch": first, "origin": _AUTO_ORIGIN} if first else document)
 
 
 def batches_of_points(document: dict[str, Any]) -> list[int]:

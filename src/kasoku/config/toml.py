@@ -12,6 +12,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from itertools import pairwise
@@ -157,12 +158,9 @@ def table(thing: Any, *, use: bool = False) -> Any:
     if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
         return thing
     hints = typing.get_type_hints(type(thing))
-    out = {"use": f"{type(thing).__module__}.{type(thing).__qualname__}"} if use else {}
-    for f in dataclasses.fields(thing):
-        value = getattr(thing, f.name)
-        if value is not None and f.init:
-            out[f.name] = table(value, use=type(value) is not hints[f.name])
-    return out
+    named = {"use": f"{type(thing).__module__}.{type(thing).__qualname__}"} if use else {}
+    values = {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing) if f.init}
+    return named | {k: table(v, use=type(v) is not hints[k]) for k, v in values.items() if v is not None}
 
 
 def override(document: dict[str, Any], setting: str) -> None:
@@ -215,19 +213,17 @@ def _join(path: str, name: str) -> str:
 
 def parameters_of(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters of a class or function; none for a builtin without a signature."""
-    try:
+    with suppress(TypeError, ValueError):
         return dict(inspect.signature(thing).parameters)
-    except (TypeError, ValueError):
-        return {}
+    return {}
 
 
 def hints_of(thing: Callable[..., Any]) -> dict[str, Any]:
     """The types of the parameters of a class or function, as far as it has annotations."""
     annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
-    try:
+    with suppress(NameError, TypeError, AttributeError):
         return typing.get_type_hints(annotated)
-    except (NameError, TypeError, AttributeError):
-        return {}
+    return {}
 
 
 def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -81,9 +81,8 @@ def import_folders(recipe: Path | None) -> list[str]:
 
 def check_name(dotted: str, path: str) -> None:
     """Raises InputError unless what is at this dotted name may be imported."""
-    top = dotted.partition(".")[0]
     if _is_own(dotted):
-        _own_used.update({top} if not _within(dotted, _allowed) else ())
+        _own_used.update(() if _within(dotted, _allowed) else {dotted.partition(".")[0]})
     elif not _within(dotted, ("kasoku", *_PACKAGES)) or any(part.startswith("_") for part in dotted.split(".")):
         raise _refusal(dotted, path)
 
@@ -140,10 +139,8 @@ def _is_own(name: str) -> bool:
     """Whether a name is of a module that the user has named, or that lies in a folder the user has given."""
     if _within(name, _allowed):
         return True
-    top = name.partition(".")[0]
     try:
-        module = sys.modules.get(top)
-        spec = module.__spec__ if module else importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(name.partition(".")[0])
     except (ImportError, ValueError):
         return False
     if spec is None:

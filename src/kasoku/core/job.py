@@ -78,14 +78,12 @@ class Job:
         self.needs_whole_gradients = self.vetoes_steps = self.rehearses = False
         self.in_backward: Any = None
         self.patches = Patches()
-        self.applied: list[Technique] = []
-        self.documents: dict[str, Callable[[], object]] = {}
+        self.applied, self.documents = list[Technique](), dict[str, Callable[[], object]]()
         self.trackers: tuple[Any, ...] = ()  # of experiments, which take the metrics: see kasoku.tracking
-        self.steps = 0
+        self.steps = self._depth = 0  # depth: of calls of `optimizer.step()` under way
         self._since: tuple[float, ...] = (0, 0.0)  # steps and epochs when the length of an epoch changed last
         self._make_optimizer = optimizer
         self._optimizer: Optimizer | None = None
-        self._depth = 0
         self._stepping: list[Tensor] = []
         self._backwards: dict[Tensor, int] = {}  # how many each parameter has had since the last step
         self._kept: dict[str, Stateful] = {}
@@ -249,6 +247,7 @@ class Job:
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one batch; its loss is divided by `accumulate`, so that a step takes the mean."""
+        self._depth = 0  # also after a step that raised an error
         (loss / self.accumulate if self.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
     def run_after_update(self, params: Sequence[Tensor]) -> None:
@@ -277,7 +276,7 @@ class Job:
         self._since = (self.steps, epochs)
 
     def drain(self) -> None:
-        """Finishes pending updates; call it before reading parameters. Sharded: collective; state may stay in parts."""
+        """Finishes pending updates; call it before you read parameters. Collective with `Overlap(shard=True)`."""
         self.run_hooks("on_drain")
 
     @contextmanager
@@ -364,6 +363,7 @@ class Job:
     # ---- private
 
     def _count_backward(self, p: Tensor) -> None:
+        self._depth = 0
         self._backwards[p] = self._backwards.get(p, 0) + 1
         if self._backwards[p] == self.accumulate:
             self.run_hooks("gradient_ready", p)

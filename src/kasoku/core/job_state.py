@@ -53,14 +53,14 @@ class Patches(ExitStack):
 
     def set(self, thing: object, name: str, value: object) -> None:
         """Sets an attribute until `close()`."""
-        own = vars(thing) if hasattr(thing, "__dict__") else {}
-        self.attributes.append((thing, name, own.get(name, ...)))
+        old = vars(thing).get(name, ...) if hasattr(thing, "__dict__") else ...
+        setattr(thing, name, value)
+        self.attributes.append((thing, name, old))
         self.callback(self.attributes.pop)
-        if name in own:
-            self.callback(setattr, thing, name, own[name])
+        if old is not ...:
+            self.callback(setattr, thing, name, old)
         else:
             self.callback(delattr, thing, name)
-        setattr(thing, name, value)
 
 
 class Batches:

@@ -15,7 +15,7 @@ _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le
 
 
 class Range:
-    """The numbers that a setting, or each item of it, may be, by `at_least`, `above`, `at_most` and `below`; never NaN.
+    """The numbers that a setting, or each item of it, may be: `at_least`, `above`, `at_most`, `below`; not NaN.
 
     `advice`: the end of the refusal of another number.
     """

@@ -160,13 +160,13 @@ class ArcCotangent(Schedule):
     Args:
         turn: the time at which the factor is one half, any number; a share of the training if it is smaller than 1,
             else an epoch.
-        decay: any number but 0, in the unit of d; a smaller one falls faster around the turn.
+        decay: above 0, in the unit of d; a smaller one falls faster around the turn.
 
     Ref: [000] 4.1.2; the form of the team's published MLPerf v0.6 code: the printed formula contradicts its own text.
     """
 
     turn: float = 70 / 90
-    decay: float = 5.0
+    decay: Annotated[float, Range(above=0)] = 5.0
 
     def after(self, epoch: float) -> float:
         d = epoch - self.epoch_of(self.turn)

@@ -21,13 +21,11 @@ from kasoku.core.blocks import blocks, stays_in_place
 from kasoku.core.torch_internals import recompile_limit
 
 _LIMIT = 64  # compiled forms a function may have: blocks of one class, in training and in evaluation
-_REFUSED = {
-    "captures_graph": "a block that compiles anew breaks a capture; leave Graphs out, or Compile for small models"
-}
+_BREAKS = "a block that compiles anew breaks a capture; leave Graphs out, or Compile for small models"
 
 
 @dataclass(frozen=True)
-class Compile(Technique, stage=Stage.COMPILE, refuses=_REFUSED, compiles_model=True):
+class Compile(Technique, stage=Stage.COMPILE, refuses={"captures_graph": _BREAKS}, compiles_model=True):
     """Compiles the forward of each block (torch.compile), but not where SavedMemory runs layers; a line says so.
 
     Args:

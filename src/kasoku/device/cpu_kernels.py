@@ -4,7 +4,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -27,11 +27,10 @@ _uses_torch = threading.local()  # has `now` within `torch_kernels`
 @functools.cache
 def library() -> Any:
     """The C code; None where it was not built, or cannot run on this processor."""
-    try:
+    with suppress(OSError, AttributeError):  # not built, or for another machine, or from other sources
         built = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
         return built if all(hasattr(built, name) for name in _FUNCTIONS) and built.kasoku_can_run() else None
-    except (OSError, AttributeError):  # not built, or for another machine, or from other sources
-        return None
+    return None
 
 
 def pays(threads: int) -> bool:
@@ -105,8 +104,7 @@ def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor
     sizes = (n, *size_in, channels_in, *size, channels, *kernel, *layer.stride, *map(int, layer.padding))
     shape = (ctypes.c_int64 * 13)(*sizes)
     dw_OHWI = torch.empty(channels, *kernel, channels_in)
-    data = _pointers(x_NCHW, dy_NCHW, dw_OHWI)
-    if not library().kasoku_conv_weight_gradient(shape, *data, torch.get_num_threads()):
+    if not library().kasoku_conv_weight_gradient(shape, *_pointers(x_NCHW, dy_NCHW, dw_OHWI), torch.get_num_threads()):
         raise MemoryError("no memory for the weight gradient of a convolution")
     return dw_OHWI.permute(0, 3, 1, 2)
 
@@ -215,8 +213,7 @@ class _Pool(torch.autograd.Function):
 def _run_pool(big_NCHW: Tensor, small_NCHW: Tensor, places_NCHW: Tensor, *, backward: bool) -> None:
     n, channels, rows, columns = big_NCHW.shape
     shape = (ctypes.c_int64 * 4)(n, rows, columns, channels)
-    maps = _pointers(big_NCHW, small_NCHW, places_NCHW)
-    library().kasoku_pool(*maps, shape, int(backward), torch.get_num_threads())
+    library().kasoku_pool(*_pointers(big_NCHW, small_NCHW, places_NCHW), shape, int(backward), torch.get_num_threads())
 
 
 _FORWARDS: dict[type[nn.Module], Any] = {nn.Conv2d: _conv, nn.GELU: _gelu, nn.MaxPool2d: _pool}

@@ -32,8 +32,7 @@ class Autocast(Technique, stage=Stage.COMPILE):
     def apply(self, job: Job) -> None:
         kind = next((p.device.type for p in job.model.parameters()), "cpu")
         # A partial of the bound method, no closure: a deep copy of the model then runs its own weights.
-        forward = functools.partial(_half, job.model.forward, kind, DTYPES[self.dtype])
-        job.patch(job.model, "forward", forward)
+        job.patch(job.model, "forward", functools.partial(_half, job.model.forward, kind, DTYPES[self.dtype]))
 
 
 def _half(forward: Callable[..., Any], kind: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:

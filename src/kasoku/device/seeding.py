@@ -33,11 +33,9 @@ class Seeded(Technique, stage=Stage.DATA):
             nonlocal step, micro
             for batch in batches:
                 # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
-                micro = micro + 1 if job.steps == step else 0
-                step = job.steps
+                step, micro = job.steps, micro + 1 if job.steps == step else 0
                 numbers = (self.seed, step, first_part(job) + micro)
-                digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-                seed = int.from_bytes(digest) >> 1
+                seed = int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 1
                 # `torch.manual_seed` goes on to devices that were never used, for each of which it formats a stack.
                 torch.default_generator.manual_seed(seed)
                 first = next(job.model.parameters(), None)

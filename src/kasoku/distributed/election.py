@@ -113,10 +113,11 @@ class NewGroup:
 
 
 class Election:
-    """The ranks of a training, seen from one of them, and who of them goes on."""
+    """The ranks of a training as one of them sees them, and the choice of those that go on."""
 
     def __init__(self) -> None:
-        self.rank = self.first = self.number = 0  # of this rank; how many there were at the start; of their group
+        self.rank = self.number = 0  # this rank's in the group, and the group's
+        self.first = 0  # how many ranks the training started with
         self.addresses: list[Address] = []  # of all ranks
         self.lost: set[int] = set()  # the ranks of this group that are dead
         self.token = ""
@@ -262,6 +263,9 @@ class Election:
             raise
         finally:
             self.number += 1  # later requests are answered at once
+            late, self._waiting = self._waiting, {}
+            for connection in late.values():
+                send(connection, _REFUSED)
             for rank, connection in waiting.items():
                 send(connection, answer | {"rank": ranks.index(rank)} if rank in ranks else _REFUSED)
             for place, (connection, _) in enumerate(taken, len(ranks)):

@@ -150,16 +150,16 @@ class Membership:
             self.newcomer = self._planned = False
         destroy()
         inner: Comm = Solo(self.comm.clock)
-        if (size := len(group.addresses)) > 1:
-            try:
+        try:
+            if (size := len(group.addresses)) > 1:
                 store = self.election.store if group.rank == 0 else open_store(group.store)
-                store = dist.PrefixStore(f"group {group.number}", store)  # type: ignore[attr-defined]
+                store = PrefixStore(f"group {group.number}", store)
                 _wait_for_all(store, group)
-            except RuntimeError as error:
-                raise MissingRankError(f"rank {group.rank}: a rank is missing ({summary(error)})") from error
-            dist.init_process_group(backend(), store=store, rank=group.rank, world_size=size, timeout=TIMEOUT)
-            inner = TorchComm(clock=self.comm.clock)
-        self.watchdog.watch(activity, inner, group.store)
+                dist.init_process_group(backend(), store=store, rank=group.rank, world_size=size, timeout=TIMEOUT)
+                inner = TorchComm(clock=self.comm.clock)
+            self.watchdog.watch(activity, inner, group.store)
+        except (InputError, RuntimeError) as error:
+            raise MissingRankError(f"rank {group.rank}: a rank is missing ({summary(error)})") from error
         self.comm.replace(inner)  # with the new heartbeat
         self._announce()
 
@@ -229,7 +229,7 @@ def process_group(here: Place, start: Start, packages: Callable[[], object], fol
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     members = Membership()
     comm = members.find(folder)
-    start.add("rendezvous", lambda: None if comm else _connect(here, backend(), address))
+    start.add("rendezvous", lambda: None if comm else _connect(here, address))
     start.do("packages", packages)
     start.import_compiler()  # not earlier: the rendezvous would wait for it (see _connect)
     _ = start["rendezvous"]
@@ -254,7 +254,7 @@ def process_group(here: Place, start: Start, packages: Callable[[], object], fol
         members.close(failed)
 
 
-def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:
+def _connect(here: Place, address: Sequence[str | None]) -> None:
     """Initializes the process group.
 
     torch first checks whether the compiler is imported, which waits for an import under way, and then looks for the
@@ -263,7 +263,7 @@ def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:
     with suppress(RuntimeError):  # already registered
         register_rendezvous_handler(_SCHEME, _attempt)  # type: ignore[no-untyped-call]
     try:
-        dist.init_process_group(backend, f"{_SCHEME}://", timeout=TIMEOUT, rank=here.rank, world_size=here.size)
+        dist.init_process_group(backend(), f"{_SCHEME}://", timeout=TIMEOUT, rank=here.rank, world_size=here.size)
     except (RuntimeError, ValueError) as error:
         line = f"rank {here.rank} of {here.size} does not find the other ranks at {':'.join(map(str, address))}"
         advice = "check MASTER_ADDR and MASTER_PORT, and that all ranks were started"

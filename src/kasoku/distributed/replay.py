@@ -34,7 +34,7 @@ class Replay(Technique, vetoes_steps=True, reads_state=True, in_sandbox=False):
     and its loss from `job.loss`, and the forward draws random numbers from torch's global generators only.
 
     Args:
-        every: steps from one check to the next, at least 1. The first step is checked, and so are multiples of it.
+        every: at least 1. The first step is checked, and each one whose number is a multiple of `every`.
 
     Saves: trainings that silent errors of a device would spoil.
     Costs: another forward and backward in each checked step, with the memory of the gradients once more; two digests

@@ -129,11 +129,12 @@ class TorchComm(Comm):
         return TorchComm(self._new_group(range(self.size), timedelta(days=3650) if patient else None), self.clock)
 
     def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """A process group of some of these ranks. If they are not all there are, the rest makes no such call."""
+        """A process group of some of these ranks; without effect on a rank of this comm that is not among them."""
         world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         apart = self._group is not None
         group = dist.new_group([world[rank] for rank in ranks], timeout=timeout, use_local_synchronization=apart)
-        _groups.append(cast(dist.ProcessGroup, group))
+        if dist.get_rank(group) >= 0:  # else a number stands for it
+            _groups.append(cast(dist.ProcessGroup, group))
         return cast(dist.ProcessGroup, group)
 
     def gather_objects(self, thing: T) -> list[T]:

@@ -157,8 +157,7 @@ class CallLog(TorchFunctionMode):
         self.others = Call("", ())  # has the bytes of all calls that are not supported
         self.calls: list[Call] = []
         self.now: Call | None = None  # the supported call that runs
-        # memory that is counted already, or need not be
-        self.counted = {memory_of(t) for t in (x, *model.parameters(), *model.buffers())}
+        self.counted = {memory_of(t) for t in (x, *model.parameters(), *model.buffers())}  # memory; or it need not be
         self.alive: list[Tensor] = []  # tensors whose addresses must not be used again
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,13 +271,12 @@ def _recorded(running: RunningForward, x: Tensor) -> CallLog:
     random = torch.random.fork_rng([x.device] if x.is_cuda else [])
     hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
     noting = register_module_forward_hook(log.note_hooked)
-    with Patches() as changes, random, torch.enable_grad(), hooks, noting:
+    with Patches() as changes, random, torch.enable_grad(), hooks, noting, log:
         for module in model.modules():
             if any(True for _ in module.buffers(recurse=False)):
                 changes.set(module, "training", False)
         changes.set(running, "log", log)
-        with log:
-            outputs = model.forward(x)
+        outputs = model.forward(x)
     if not any(isinstance(t, Tensor) for t in tree_leaves(outputs)):
         log.clear()
         got = f"{type(model).__name__} returns {type(outputs).__name__}, without a known tensor"

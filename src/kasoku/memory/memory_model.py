@@ -59,8 +59,7 @@ def memory_need(program: Program, shapes: list[Tensor], setting: ChainSetting, c
     work = work_of(program.graph, shapes, [step.at for step in program.backward if step.kind == "compute"])
     # A norm's gradient in place beside torch's kernel: measured with one thread of an AVX2 core. Left out: the system
     # clears the pages of a newly allocated gradient; where it does so each time, in place is faster.
-    grads = [step for step in program.backward if step.kind == "grad" and step.inplace]
-    norms = [shapes[step.at + 1] for step in grads if nodes[step.at].op == "norm"]
+    norms = [shapes[step.at + 1] for step in program.backward if step.inplace and nodes[step.at].op == "norm"]
     work += sum((1 if setting.channels_last else 5) * out.nbytes * _WORK_OF_A_BYTE for out in norms)
     if setting.reads_batch:
         kept_x, backward = 0, backward - kept_x
@@ -75,8 +74,7 @@ def work_of(graph: LayerGraph, shapes: list[Tensor], nodes: Iterable[int]) -> fl
         node, out = graph.nodes[at], shapes[at + 1]
         work = (sum(shapes[v].nbytes for v in node.inputs) + out.nbytes) * _WORK_OF_A_BYTE
         if node.op == "conv":
-            weight: Tensor = node.layer.weight
-            work = max(out.numel() * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), work)
+            work = max(out.numel() * node.layer.weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), work)
         total += work
     return total
 

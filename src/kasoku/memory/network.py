@@ -74,13 +74,11 @@ class InspectedNetwork:
         kept, copies = sum(call.kept for call in others), sum(call.copies for call in others)
         kept = round(kept * len(x) / len(images))
         learning = [p for p in job.model.parameters() if p.requires_grad]
-        tensors = [*job.model.parameters(), *job.model.buffers()]
-        fixed = sum(t.nbytes for t in tensors) + x.nbytes + optimizer_bytes(job)
+        fixed = sum(t.nbytes for t in (x, *job.model.parameters(), *job.model.buffers())) + optimizer_bytes(job)
         inner = {p for call in planned for p in call.node.params}
         updating = [linear for linear in linears if linear.calls == 2 and linear.usable]
-        factors = {linear.layer.weight: linear.bytes_in_flight(linear.rows * len(x)) for linear in updating}
-        if job.comm.size > 1:
-            factors = {p: n for p, n in factors.items() if n}
+        sizes = ((linear.layer.weight, linear.bytes_in_flight(linear.rows * len(x))) for linear in updating)
+        factors = {p: n for p, n in sizes if n or job.comm.size == 1}
         in_buckets = job.comm.size > 1 and any(technique.overlaps_backward for technique in job.applied)
         outside = []
         for freed, without_gradient in ((gradients_freed, inner | factors.keys()), (False, inner)):
@@ -96,21 +94,16 @@ class InspectedNetwork:
 
     def _divide(self, calls: Sequence[Call], images: Tensor, how: Numerics) -> None:
         """Divides a recorded forward into units; adds the programs to choose from for each run of up to four."""
-        scale = self.batch / len(images)
         for chain in chains_of(calls):
             first = chain[0][0]
             x = first.inputs[0]
             if x.ndim != 4 or len(x) != len(images):
                 continue
             tensors = [x, *(call.node.layer.weight for unit in chain for call in unit if call.op == "conv")]
-            setting = ChainSetting(
-                torch.empty((self.batch, *x.shape[1:]), dtype=x.dtype, device="meta"),
-                x.requires_grad,
-                replace(how, half=first.half),
-                any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors),
-                x.device.type,
-                memory_of(x) == memory_of(images),
-            )
+            nhwc = any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors)
+            batch = torch.empty((self.batch, *x.shape[1:]), dtype=x.dtype, device="meta")
+            precision, reads_batch = replace(how, half=first.half), memory_of(x) == memory_of(images)
+            setting = ChainSetting(batch, x.requires_grad, precision, nhwc, x.device.type, reads_batch)
             graphs = [LayerGraph(()).then([call.node for call in unit]) for unit in chain]
             self.choices += segment_choices(graphs, setting, len(self.units))
             own = setting
@@ -118,7 +111,7 @@ class InspectedNetwork:
                 full = next(segment_choices([graph], own))
                 shapes = full.program.graph.shapes(own.images, own.how.half)
                 work = work_of(full.program.graph, shapes, range(len(graph.nodes)))
-                plain = round(sum(call.kept for call in unit) * scale)
+                plain = round(sum(call.kept for call in unit) * (self.batch / len(images)))
                 copies = sum(call.copies for call in unit)
                 moves = full.need.backward - full.need.kept - full.need.gradients
                 self.units.append(ChainUnit(unit, plain, copies, work, setting.how, full.need.gradients, moves))
@@ -167,8 +160,7 @@ class InspectedNetwork:
         low, least = 0.0, math.inf
         while least - low > 2**16:
             middle = (low + least) / 2
-            plan = self.within(middle)
-            if plan is None:
+            if (plan := self.within(middle)) is None:
                 low = middle
             else:
                 least = plan.peak

@@ -117,8 +117,7 @@ def has_2_bit_positions(layer: Any, inner: tuple[int, ...]) -> bool:
 
 def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
     """The max-pool's output, and the position of each maximum."""
-    inner = tuple(x_NCHW.shape)
-    if has_2_bit_positions(layer, inner):
+    if has_2_bit_positions(layer, x_NCHW.shape):
         out, positions = _pool_2x2(x_NCHW)
         flat = positions.as_strided((positions.numel(),), (1,))
         if flat.numel() % 4:
@@ -132,8 +131,8 @@ def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
             x_NCHW, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode, return_indices=True
         )
         index32 = index.int()
-        row = index32.div(inner[3], rounding_mode="floor")
-        column = index32.sub_(row * inner[3])
+        row = index32.div(x_NCHW.shape[3], rounding_mode="floor")
+        column = index32.sub_(row * x_NCHW.shape[3])
         first_row, first_column = _first_pixels(layer, out, torch.int32)
         row.sub_(first_row).mul_(pair(layer.kernel_size)[1]).add_(column.sub_(first_column))
         positions = row.to(torch.uint8)
@@ -261,17 +260,15 @@ def _by_group(f: Callable[[Tensor, int], Tensor], sizes: list[int], x: Tensor) -
     """f(images, number) of each group, in one tensor."""
     if len(sizes) == 1:
         return f(x, 0)
-    out, start = torch.empty_like(x), 0
-    for i, size in enumerate(sizes):
-        out[start : start + size].copy_(f(x[start : start + size], i))
-        start += size
+    out = torch.empty_like(x)
+    for i, (out_part, x_part) in enumerate(zip(torch.split(out, sizes), torch.split(x, sizes), strict=True)):
+        out_part.copy_(f(x_part, i))
     return out
 
 
 def _group_gradients(
     node: GraphNode, dy: Tensor, x: Tensor, statistics: NormStatistics, *, inplace: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Of one group."""
     layer = node.layer
     wanted = [*(p.requires_grad for p in node.params), False, False][:2]
     if statistics.across is not None:
@@ -279,9 +276,8 @@ def _group_gradients(
     else:
         mask = [not inplace, *(want or (inplace and statistics.of_batch) for want in wanted)]
         kernel = 0 if inplace else statistics.kernel  # 0: torch's own, which leaves out what the mask does not request
-        weight = layer.weight
-        if weight is None and mask[1]:
-            weight = torch.ones_like(statistics.scale)  # or CUDA sums nothing
+        ones = layer.weight is None and mask[1]  # or CUDA sums nothing
+        weight = torch.ones_like(statistics.scale) if ones else layer.weight
         of_norm = (layer.running_mean, layer.running_var, statistics.mean, statistics.scale, statistics.of_batch)
         dx, dw, db = batch_norm_backward(kernel, x, dy, weight, *of_norm, layer.eps, mask, statistics.reserve)
         if inplace:

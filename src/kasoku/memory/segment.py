@@ -52,8 +52,7 @@ def build_program(
     """
     needs = [input_gradient]
     for node in graph.nodes:
-        learns = any(p.requires_grad for p in node.params)
-        needs.append(learns or any(needs[v] for v in node.inputs))
+        needs.append(any(p.requires_grad for p in node.params) or any(needs[v] for v in node.inputs))
     order, useful = _backward_order(graph, needs, {0, *kept})
     forward = _with_frees(graph, [Instruction("compute", i) for i in range(len(graph.nodes))], useful | {graph.out})
     backward = _with_frees(graph, order, frozenset(), over_inputs=over_inputs)
@@ -65,18 +64,17 @@ def _backward_order(graph: LayerGraph, needs: list[bool], kept: set[int]) -> tup
 
     A cheap value that was recomputed is held over the next few steps only, any other one until its last use.
     """
-    nodes, present = graph.nodes, set(kept)
-    steps: list[Instruction] = []
-    used: set[int] = set()
+    nodes, steps = graph.nodes, list[Instruction]()
+    used, present = set[int](), set[int]()  # kept values that are read, recomputed ones that are held
 
     def ensure(v: int) -> None:
-        if v in present:
-            used.update({v} & kept)
-            return
-        for u in nodes[v - 1].inputs:
-            ensure(u)
-        steps.append(Instruction("compute", v - 1))
-        present.add(v)
+        if v in kept:
+            used.add(v)
+        elif v not in present:
+            for u in nodes[v - 1].inputs:
+                ensure(u)
+            steps.append(Instruction("compute", v - 1))
+            present.add(v)
 
     grads = [i for i in reversed(range(len(nodes))) if needs[i + 1]]
     own = {graph.out: False}  # value -> whether its gradient shares no memory, so that it may be written to
@@ -93,7 +91,7 @@ def _backward_order(graph: LayerGraph, needs: list[bool], kept: set[int]) -> tup
                 own[v] = new or v in own
         steps.append(Instruction("grad", i, nodes[i].op == "relu" and incoming, tuple(joins)))
         soon = {v for j in grads[place + 1 : place + 1 + _NEAR] for v in backward_reads(nodes[j], j)}
-        present -= {v for v in present - kept if nodes[v - 1].cheap} - soon
+        present -= {v for v in present if nodes[v - 1].cheap} - soon
     return steps, frozenset(used)
 
 
@@ -105,8 +103,7 @@ def _with_frees(
     Values of `end` still exist afterwards. The segment's input and output, which its neighbours may hold too, are not
     written over.
     """
-    reverse: list[Instruction] = []
-    alive = set(end)
+    reverse, alive = list[Instruction](), set(end)
     for step in reversed(steps):
         node, computes = graph.nodes[step.at], step.kind == "compute"
         reads = node.inputs if computes else backward_reads(node, step.at)
@@ -157,12 +154,10 @@ class _SegmentFunction(torch.autograd.Function):
         out: Tensor | None = None
         for part in segment.parts(len(x)):
             run = SegmentRun(segment, x[part])
-            part_out = run.forward()
-            out = _with_part(out, part_out, part, len(x))
+            out = _with_part(out, run.forward(), part, len(x))
             if graph.out in run.values:
                 run.values[graph.out] = out[part].detach()
             runs.append(run)
-            del part_out
         norms = [node.layer for node in graph.nodes if node.op == "norm" and not node.uses_batch_statistics]
         read = [*weights, *(t for norm in norms for t in (norm.running_mean, norm.running_var))]
         read += [run.values[v] for run in runs for v in {0, graph.out} & run.values.keys()]  # others may write to these

@@ -53,26 +53,18 @@ class MemoryPlan(NamedTuple):
 
 def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting, number: int = 0) -> Iterator[SegmentChoice]:
     """All considered programs for all runs of units, the first of which has this number."""
-    shapes = [setting.images]
-    for unit in units:
-        shapes.append(unit.shapes(shapes[-1], setting.how.half)[-1])
+    shapes = [*accumulate(units, lambda x, unit: unit.shapes(x, setting.how.half)[-1], initial=setting.images)]
     for first in range(len(units)):
-        graph = LayerGraph(())
+        graph, own = LayerGraph(()), replace(setting, images=shapes[first])
+        if first > 0:
+            own = replace(own, image_gradient=True, reads_batch=False)
         for last in range(first, min(first + _LONGEST, len(units))):
             graph = graph.then(units[last].nodes)
-            begins = first == 0
-            own = replace(
-                setting,
-                images=shapes[first],
-                image_gradient=setting.image_gradient or not begins,
-                reads_batch=setting.reads_batch and begins,
-                ends_chain=last == len(units) - 1,
-            )
-            yield from _choices_for(graph.pooled_first(), own, (number + first, number + last))
+            run = replace(own, ends_chain=last == len(units) - 1)
+            yield from _choices_for(graph.pooled_first(), run, (number + first, number + last))
 
 
 def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int]) -> Iterator[SegmentChoice]:
-    """The programs for the units from the first to the last."""
     shapes = graph.shapes(setting.images, setting.how.half)
     batch, how = setting.images.shape[0], setting.how
     whole_batch = how.exact or any(node.uses_batch_statistics for node in graph.nodes)
@@ -122,12 +114,10 @@ def plan_within(choices: Sequence[SegmentChoice], outside: OutsideBytes, budget:
     """The plan of the least work whose peak is within the budget, among equals the one of the lowest peak."""
     count = 1 + max(choice.last for choice in choices)  # units
     by_end: list[list[SegmentChoice]] = [[] for _ in range(count)]
-    gradients = [0] * count
     for choice in choices:
         by_end[choice.last].append(choice)
-        if choice.first == choice.last:
-            gradients[choice.first] = choice.need.gradients
-    gradients_from = [0, *accumulate(reversed(gradients))][::-1]  # of the units from i on
+    gradients = {choice.first: choice.need.gradients for choice in choices if choice.first == choice.last}
+    gradients_from = [0, *accumulate(gradients.get(i, 0) for i in reversed(range(count)))][::-1]  # of units from i on
     fronts = [[MemoryPlan((), 0, 0, 0.0)]]  # plans for the units before i: none has less kept and no more work
     for end in range(count):
         longer = []
@@ -145,9 +135,6 @@ def plan_within(choices: Sequence[SegmentChoice], outside: OutsideBytes, budget:
             if not front or plan.kept < front[-1].kept:
                 front.append(plan)
         fronts.append(front)
-    plans = []
-    for plan in fronts[count]:
-        kept = plan.kept + outside.head_kept
-        peak = max(plan.peak, outside.fixed + kept + outside.head_backward)
-        plans.append(plan._replace(kept=kept, peak=peak))
+    whole = (plan._replace(kept=plan.kept + outside.head_kept) for plan in fronts[count])
+    plans = [p._replace(peak=max(p.peak, outside.fixed + p.kept + outside.head_backward)) for p in whole]
     return min((p for p in plans if p.peak <= budget), key=lambda p: (p.work, p.peak), default=None)

@@ -7,7 +7,7 @@ after `apply`.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -73,31 +73,26 @@ class _Average:
         """Counts an update of each of these tensors, or `steps` at a sync point, and averages those that are due."""
         if not steps and self.job.step_comm is not self.job.comm:
             return  # until the next sync point ranks have different weights
-        due: dict[int, list[tuple[str, Tensor]]] = {}
+        due: dict[int, list[tuple[Tensor, Tensor]]] = {}  # averages and their weights, by the updates so far
         for name, x in named:
             self.updates[name] = n = self.updates.get(name, 0) + (round(steps) or 1)
             if steps or n % self.ema.every == 0:
-                due.setdefault(n, []).append((name, x))
-        for n, items in due.items():
-            for name, x in items:
                 if name not in self.averages:
                     self.averages[name] = x.detach().clone()
-            averages = [self.averages[name] for name, _ in items]
-            weights = [x.detach() for _, x in items]
+                due.setdefault(n, []).append((self.averages[name], x.detach()))
+        for n, pairs in due.items():
+            averages, weights = (list(tensors) for tensors in zip(*pairs, strict=True))
             torch._foreach_lerp_(averages, weights, 1 - self.ema.kept(n, steps or self.ema.every))
 
     @contextmanager
     def stepped_in(self) -> Iterator[None]:
         """Swaps the averages into the model; no values are copied."""
         tensors = {**self.params, **self.buffers()}
-        own = {name: tensors[name].data for name in self.averages}
-        try:
+        with ExitStack() as stack:
             for name, average in self.averages.items():
+                stack.callback(setattr, tensors[name], "data", tensors[name].data)
                 tensors[name].data = average
             yield
-        finally:
-            for name, data in own.items():
-                tensors[name].data = data
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": dict(self.averages), "updates": dict(self.updates)}

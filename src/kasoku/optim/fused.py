@@ -74,6 +74,5 @@ def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]
 
 
 def _has_fused(model: nn.Module) -> bool:
-    """True if torch has a fused step for all these parameters."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     return all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for p in trainable)

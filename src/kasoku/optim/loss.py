@@ -23,7 +23,7 @@ def cross_entropy(outputs_NK: Tensor, labels_N: Tensor, *, smoothing: Share = 0.
 
     Args:
         outputs_NK: logits.
-        labels_N: class indices, or probabilities (N, K) where images were mixed.
+        labels_N: class indices, or probabilities (N, K).
         smoothing: share of the label spread evenly over all classes, from 0 to below 1.
 
     Raises InputError for a smoothing outside 0 to below 1.

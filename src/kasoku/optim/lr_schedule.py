@@ -54,8 +54,7 @@ class Rate(Technique, in_sandbox=False):
 
 class _Course:
     def __init__(self, job: Job, rate: Rate) -> None:
-        self.job, self.rate = job, rate
-        self.own = job.hyper()
+        self.job, self.rate, self.own = job, rate, job.hyper()
 
     def set(self) -> None:
         groups = self.job.optimizer.param_groups

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -20,11 +19,7 @@ _NAMES = 5  # of classes that are shown
 
 
 def preview(
-    recipe: Recipe,
-    *,
-    data: Facts | None = None,
-    model: nn.Module | None = None,
-    first: Mapping[str, str] = MappingProxyType({}),
+    recipe: Recipe, *, data: Facts | None = None, model: nn.Module | None = None, first: Mapping[str, str] | None = None
 ) -> None:
     """Prints what a training will do, below the rows of `first`.
 
@@ -33,7 +28,7 @@ def preview(
     data, remark = (data, "") if data else data_info(recipe)
     model = model or network(recipe, data.classes, data.channels, data.side)
     curve = moments(recipe, data.images, optimizer(recipe, model).param_groups[0])
-    print_table("", {**first, **_table(recipe, data, curve)})
+    print_table("", {**(first or {}), **_table(recipe, data, curve)})
     if remark:
         say(remark)
 

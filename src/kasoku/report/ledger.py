@@ -51,18 +51,13 @@ class Timed(Technique, stage=Stage.COMM):  # applied last: the hooks of other te
 
     def apply(self, job: Job) -> None:
         """Follows the job's trace and reports the phases of the loop to it."""
-        first = next(job.model.parameters(), None)
-        steps = Steps(job.clock, first.device if first is not None else torch.device("cpu"))
+        steps = Steps(job.clock, next((p.device for p in job.model.parameters()), torch.device("cpu")))
         job.patch(job.trace, "follower", steps)
         model, phase = job.model, job.trace.phase
 
         def enter(module: nn.Module, row: str) -> None:
             if module is model and module.training and torch.is_grad_enabled():  # a deep copy has these hooks too
                 phase(row)
-
-        def end_step() -> None:
-            steps.end()
-            phase("other")
 
         def timed_input(batches: Iterable[Batch]) -> Iterator[Batch]:
             phase("input")
@@ -75,7 +70,8 @@ class Timed(Technique, stage=Stage.COMM):  # applied last: the hooks of other te
         job.on_close(model.register_forward_pre_hook(lambda m, _: enter(m, "forward"), prepend=True).remove)
         job.on_close(model.register_forward_hook(lambda m, *_: enter(m, "backward")).remove)
         job.before_step(lambda: phase("update"))
-        job.after_step(end_step)
+        job.after_step(steps.end)
+        job.after_step(lambda: phase("other"))
         job.around_loader(timed_input)
 
 
@@ -257,8 +253,7 @@ class Ledger:
         rows = self.rows()
         this_part = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
         own: dict[str, Any] = {"rows": _rounded(this_part), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
-        own |= {"waits": waits, "whole": _rounded(rows)}
-        own["beside"] = _rounded(self.beside | self.trace.beside)
+        own |= {"waits": waits, "whole": _rounded(rows), "beside": _rounded(self.beside | self.trace.beside)}
         return own | {"spans": self._spans() if self.trace.rank < _TIMELINE_RANKS else []}
 
     def _loop(self) -> dict[str, float]:
@@ -296,7 +291,7 @@ class LiveVerdict:
         self.latest = self.shown = ""  # causes
 
     def judge(self, facts: Callable[[], StepFacts]) -> tuple[StepBottleneck | None, bool]:
-        """The verdict, None before it is due; and whether it is to be shown, as it differs twice from what was."""
+        """The verdict, None before it is due; and whether to show it: twice the same, and not the one shown last."""
         steps, now_s = self.ledger.steps, self.ledger.clock.now()
         sum_s = {row: steps.loop_s[row] - self.loop_s[row] for row in STEP}
         if now_s - self.judged_s < _VERDICT_S or steps.count == self.count or not any(sum_s.values()):

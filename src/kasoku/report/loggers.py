@@ -34,8 +34,7 @@ class Log:
         path = folder / "metrics.jsonl"
         try:
             if resume_step is not None and path.exists():
-                lines = path.read_text(errors="replace").splitlines()
-                kept = [line for line in lines if _step(line) <= resume_step]
+                kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= resume_step]
                 write_text(path, "".join(f"{line}\n" for line in kept))
             for name in ("metrics.jsonl", "mlperf.log"):
                 self._files[name] = (folder / name).open("a", buffering=1)
@@ -84,14 +83,9 @@ class Bar:
         self._console = Console(file=sys.stdout, highlight=False, quiet=quiet)
         self._epochs, self._clock = epochs, clock or Wall()
         text = "epoch {task.fields[epoch]} · {task.fields[rate]} images/s · loss {task.fields[loss]}"
-        self._progress = Progress(
-            TextColumn(text + " · accuracy {task.fields[accuracy]}"),
-            BarColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            get_time=self._clock.now,
-        )
+        columns = (TextColumn(text + " · accuracy {task.fields[accuracy]}"), BarColumn(), TimeRemainingColumn())
+        hidden = not self._console.is_terminal
+        self._progress = Progress(*columns, console=self._console, disable=hidden, get_time=self._clock.now)
         start: dict[str, Any] = {"epoch": "0", "rate": "-", "loss": "-", "accuracy": "-"}
         self._task = self._progress.add_task("train", total=total_steps, **start)
         self._progress.start()

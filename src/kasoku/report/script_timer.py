@@ -39,6 +39,7 @@ from kasoku.report.ledger import Document, Ledger, Steps, documents_of
 
 _COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")  # names begin so
 _ONE_CALL = (nn.DataParallel, torch.jit.ScriptModule)  # and what torch.compile returns: nothing within is timed
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: of classes written in C
 _REMEDIES = {  # where those of a recipe do not fit
     "input-bound": "raise the DataLoader's num_workers, keep its workers, or store smaller images (kasoku pack)",
     "communication-bound": "plan DDP's buckets (kasoku plan --buckets), send bf16, or take a larger batch",
@@ -67,7 +68,11 @@ class ScriptTimer:
         self.wrap(torch, "save", partial(self._within, "save", ""))
         self.wrap(DataLoader, "__iter__", self._input)
         self.wrap(data_loader_iterator, "__next__", self._input)
-        if not isinstance(loader, DataLoader) and type(loader).__module__ != "builtins":
+        if (
+            not isinstance(loader, DataLoader)
+            and hasattr(loader, "__iter__")
+            and not type(loader).__flags__ & _IMMUTABLE
+        ):
             self.wrap(type(loader), "__iter__", self._batches)
         for name in ("to", "cuda") if torch.version.cuda or torch.version.hip else ():
             self.wrap(Tensor, name, self._copy)
@@ -231,7 +236,7 @@ def watch(model: nn.Module, optimizer: Optimizer, loader: object = None) -> Iter
     """Times the steps of a loop of your own, which runs within it; at its end rank 0 prints the bottlenecks.
 
     Collective at its end if there is a process group: all ranks reach it, or none does. It does not drain.
-    `loader`: a DataLoader, or any iterable of a class that is not built in.
+    `loader`: a DataLoader, or any iterable; one of a class written in C, such as a list, is not timed.
     """
     timer = ScriptTimer(loader, warm=0)
     with timer.patches:

@@ -41,7 +41,7 @@ class Gpu(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.least > self.most:
-            raise InputError(f"least={self.least}, most={self.most}: the smallest and the largest batch are wanted")
+            raise InputError(f"least={self.least} is above most={self.most}: smallest and largest measured batch")
 
 
 @dataclass(frozen=True)

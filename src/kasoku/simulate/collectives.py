@@ -26,7 +26,6 @@ from kasoku.distributed.ddp.cost_model import LinkModel
 from kasoku.simulate.cluster import Cluster, Protocol
 
 Flow = tuple[int, int, float]  # from, to, bytes for each byte that is reduced
-_FP32 = 4  # bytes of an element
 _EXCHANGED = "all-to-all and all-gather"
 _MEAN = Mean()
 
@@ -131,11 +130,7 @@ def exchange_link(cluster: Cluster, gpus: int) -> Fastest:
 
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
     """The fastest of several named algorithms, each in every protocol of the cluster."""
-    choices = tuple(
-        (f"{name}, {protocol.name}", shape.link(protocol, cluster.latency))
-        for name, shape in shapes
-        for protocol in cluster.table
-    )
+    choices = tuple((f"{name}, {p.name}", way.link(p, cluster.latency)) for name, way in shapes for p in cluster.table)
     return Fastest(compute_share=cluster.device.compute_share, choices=choices)
 
 

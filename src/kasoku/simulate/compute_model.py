@@ -114,12 +114,9 @@ def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts
     order = [*work, *(i for i in range(len(units.modules)) if i not in work)]
     defined = tuple(units.tensors)
     units.order = order
-    channels: dict[nn.Module, int] = {norm: norm.num_features for norm in norms(model)}
-    layers = tuple(
-        LayerCost(units.modules[i][0], *work.get(i, (0.0, 0.0)), channels.get(units.modules[i][1], 0)) for i in order
-    )
-    modules = frozenset(part for part, _ in model.named_modules())
-    return ModelCosts(name, layers, tuple(units.tensors), defined, modules)
+    channels: dict[int, int] = {places[norm]: norm.num_features for norm in norms(model) if norm in places}
+    layers = tuple(LayerCost(units.modules[i][0], *work.get(i, (0.0, 0.0)), channels.get(i, 0)) for i in order)
+    return ModelCosts(name, layers, tuple(units.tensors), defined, frozenset(dict(model.named_modules())))
 
 
 @cache
@@ -147,10 +144,7 @@ def units(
         weights = [sum(t.elements for t in net.tensors if t.unit == i) for i in range(len(work))]
         fixed_s = [max(s, _MOVED * n / gpu.memory_gb_s / 1e9) for s, n in zip(fixed_s, weights, strict=True)]
     seconds = [slower * (s + image_s * images * mine) for s, mine in zip(fixed_s, work, strict=True)]
-    return [
-        UnitTimes(layer.name, _FORWARD * each_s, (1 - _FORWARD) * each_s)
-        for layer, each_s in zip(net.layers, seconds, strict=True)
-    ]
+    return [UnitTimes(x.name, _FORWARD * s, (1 - _FORWARD) * s) for x, s in zip(net.layers, seconds, strict=True)]
 
 
 def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None = None) -> list[str]:
@@ -196,8 +190,7 @@ def profiled(folders: Sequence[str], net: ModelCosts) -> MeasuredTimes:
             has, lacks, part = (net.name, "the profile", lost[0]) if lost else ("it", net.name, more[0])
             raise InputError(f"{folder}: a profile of another model: {has} has {part}, {lacks} has not")
         if measured and times.keys() != measured[0][1].keys():
-            unlike = f"at {images} images other blocks than at {measured[0][0]}"
-            raise InputError(f"--profile: {unlike}: profile one model")
+            raise InputError(f"--profile: at {images} images other blocks than at {measured[0][0]}: profile one model")
         measured.append((images, times))
     lines = {name: (_line(measured, name, 0), _line(measured, name, 1)) for name in measured[0][1]}
     return MeasuredTimes(tuple(n for n, _ in measured), lines, statistics.fmean(updates))

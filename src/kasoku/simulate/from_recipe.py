@@ -164,7 +164,6 @@ class Scenario:
         """The limits of these times, a line each."""
         recipe, simulator = self.recipe, self.simulator
         gpu, profile, precision = simulator.cluster.device, simulator.profile, recipe.device.precision
-        images = step.images / (step.gpus * recipe.parts(step.gpus))
         lines = list(self.notes)
         if step.inputs.asynchronous and step.gpus > 1:
             lines.append("Asynchronous: only links are simulated, not the owners' additions or copies to a host")
@@ -179,7 +178,7 @@ class Scenario:
         if shared < _FEW and any(layer.norm for layer in simulator.net.layers):
             what = f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: noisy statistics cost accuracy"
             lines.append(f"{what}: take a larger norm_batch or batch, a smaller accumulate, or fewer GPUs")
-        return lines + remarks(simulator.net, gpu, images, profile)
+        return lines + remarks(simulator.net, gpu, step.images / (step.gpus * recipe.parts(step.gpus)), profile)
 
 
 def scenario(

@@ -48,23 +48,20 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str]
     layers. With a technique that saves memory, the whole batch: SavedMemory plans for the available memory. Raises
     InputError if there is no such number.
     """
-    simulated: list[Choice] = []
+    simulated, tight = list[Choice](), ""
     base: Scenario | None = None
-    tight = ""
     for recipe in recipes:
         base = scenario(recipe, cluster, profiles=profiles, like=base)
         largest = recipe.batch * max(growth(recipe, epoch) for epoch in range(math.ceil(recipe.epochs)))
         if largest > base.facts.images or updates(recipe, base.facts.images) < 1:
             continue
         simulator = base.simulator
-        outputs = sum(layer.outputs for layer in simulator.net.layers)
-        most = int(cluster.device.most * _OUTPUTS / max(1.0, outputs))
+        most = int(cluster.device.most * _OUTPUTS / max(1.0, sum(layer.outputs for layer in simulator.net.layers)))
         if simulator.profile:
             most = max(most, *simulator.profile.batches)
         if any(technique.saves_memory for technique in recipe.techniques):
             most = recipe.batch
-        numbers = range(1, min(cluster.most, recipe.batch) + 1)
-        counts = [n for n in numbers if cluster.fills(n) and can_share(recipe, n)]
+        counts = [n for n in range(1, min(cluster.most, recipe.batch) + 1) if cluster.fills(n) and can_share(recipe, n)]
         fitting = {n for n in counts if recipe.batch <= n * recipe.parts(n) * most}
         if fitting:
             graded, shared = base, simulator.sharing

@@ -150,8 +150,7 @@ class Simulator:
         pace, gpu = self.sharing.asynchronous if gpus > 1 else None, self.cluster.device
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest, but not in each step
         spread = math.hypot(gpu.spread, 0.0 if pace else gpu.jitter) if self.spread is None else self.spread
-        within = self.norm_batch <= images  # BatchNorm's groups, within a rank's share
-        if pace and (pace.max_staleness == 0 or not within):
+        if pace and (pace.max_staleness == 0 or self.norm_batch > images):  # BatchNorm's groups would span ranks
             given = f"max_staleness={pace.max_staleness}, {images} images at once"
             allowed = "max_staleness above 0, and norm_batch at most these images"
             raise InputError(f"{given}: asynchronous ranks are simulated with {allowed}")
@@ -165,10 +164,8 @@ class Simulator:
             link = collectives.fastest(self.cluster, [("all-gather", collectives.gather(self.cluster, gpus))])
             waits = [link.seconds(gpus * 2 * _FP32 * layer.norm) if layer.norm else 0.0 for layer in self.net.layers]
         times = parts if pace else 1  # an exchange overlaps all of a share, an all-reduce its last part
-        waiting = [
-            replace(u, forward_s=times * u.forward_s + wait_s, backward_s=times * u.backward_s + wait_s)
-            for u, wait_s in zip(slow, waits, strict=True)
-        ]
+        both = zip(slow, waits, strict=True)
+        waiting = [replace(u, forward_s=times * u.forward_s + s, backward_s=times * u.backward_s + s) for u, s in both]
         inputs = self._inputs(waiting, gpus)
         step = inputs.forecast()
         norms_s, late_s = 2 * parts * sum(waits), _computing(slow, parts) - compute_s

@@ -15,22 +15,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from kasoku.config import trust
 from kasoku.config.toml import parse, table
-from kasoku.core import Comm, Technique, Threads
+from kasoku.core import Comm, Job, Technique, Threads
 from kasoku.core.torch_internals import compiled_forms, gradient_hooks
 from kasoku.device import Compile, Seeded
 from kasoku.distributed import AllReduce
 from kasoku.testing.contracts import Contracts, for_rows
-from kasoku.testing.toy import (
-    ToyNet,
-    assert_near,
-    assert_same,
-    evaluated,
-    through_a_file,
-    toy_job,
-    toy_optimizer,
-    train_toy,
-    weights,
-)
+from kasoku.testing.toy import ToyNet, assert_near, assert_same, evaluated, through_a_file, toy_job, train_toy, weights
+from kasoku.testing.toy import toy_optimizer as rule
 
 _FIXED_SEEDS = Seeded(seed=5)
 
@@ -86,11 +77,15 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, obje
     }
 
 
+def _trained(steps: int, *techniques: Technique, **settings: Any) -> Job:
+    job = toy_job(*techniques, **settings)
+    train_toy(job, steps)
+    return job
+
+
 def _on_two_ranks(techniques: Sequence[Technique], **net: Any) -> list[dict[str, Tensor]]:
     def rank(comm: Comm) -> dict[str, Tensor]:
-        job = toy_job(*techniques, model=ToyNet(seed=comm.rank, **net), comm=comm)
-        train_toy(job, 5)
-        return weights(job)
+        return weights(_trained(5, *techniques, model=ToyNet(seed=comm.rank, **net), comm=comm))
 
     return Threads(2).run(rank)
 
@@ -102,15 +97,13 @@ class TechniqueContracts(Contracts):
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_neutral_setting_is_identity_bit_for_bit(self, row: Row, accumulate: int) -> None:
         setting = [row.neutral] if row.neutral else []
-        plain, neutral = (toy_job(*t, model=ToyNet(dropout=0), accumulate=accumulate) for t in ((), setting))
-        train_toy(plain, 6)
-        train_toy(neutral, 6)
+        plain, neutral = (_trained(6, *t, model=ToyNet(dropout=0), accumulate=accumulate) for t in ((), setting))
         assert_same(weights(plain), weights(neutral))
         assert torch.equal(evaluated(plain), evaluated(neutral))
 
     def test_close_restores_the_objects(self, row: Row) -> None:
         model = ToyNet()
-        optimizer = toy_optimizer(model)
+        optimizer = rule(model)
         job = toy_job(model=model, optimizer=optimizer)
         loss, loader, before = job.loss, job.loader, traces(model, optimizer)
         job.apply(*row.beside(_FIXED_SEEDS))
@@ -130,9 +123,7 @@ class TechniqueContracts(Contracts):
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_stopped_and_resumed_is_never_stopped_bit_for_bit(self, row: Row, accumulate: int) -> None:
-        whole, first = (toy_job(*row.beside(_FIXED_SEEDS), accumulate=accumulate) for _ in range(2))
-        train_toy(whole, 7)
-        train_toy(first, 3)  # in mid-epoch
+        whole, first = (_trained(n, *row.beside(_FIXED_SEEDS), accumulate=accumulate) for n in (7, 3))  # 3: mid-epoch
         saved = through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
         torch.manual_seed(99)
         second = toy_job(*row.beside(_FIXED_SEEDS), model=ToyNet(seed=9), accumulate=accumulate)
@@ -175,16 +166,14 @@ class TechniqueContracts(Contracts):
         for kind in (torch.optim.SGD, _CallsSuper):
             model = ToyNet()
             own = kind(model.parameters(), lr=0.1, momentum=0.9)
-            jobs.append(toy_job(*row.beside(_FIXED_SEEDS), model=model, optimizer=own))
-            train_toy(jobs[-1], 5)
+            jobs.append(_trained(5, *row.beside(_FIXED_SEEDS), model=model, optimizer=own))
             assert jobs[-1].steps == 5
         assert_same(*map(weights, jobs))
         assert jobs[0].hyper() == jobs[1].hyper()
 
     def test_two_ranks_are_one_rank_on_the_global_batch(self, row: Row) -> None:
         net: Any = {"norm": False, "dropout": 0.0}  # BatchNorm's statistics and dropout's draws belong to a rank
-        alone = toy_job(row.technique, model=ToyNet(**net))
-        train_toy(alone, 5)
+        alone = _trained(5, row.technique, model=ToyNet(**net))
         ranks = _on_two_ranks(row.beside(AllReduce()), **net)
         assert_same(*ranks)
         assert_near(weights(alone), ranks[0], row.tolerance)
@@ -206,14 +195,11 @@ class TechniqueContracts(Contracts):
     @for_rows(lambda row: not row.technique.conflict(Compile))
     def test_survives_blockwise_compile(self, row: Row) -> None:
         block = Compile(backend="aot_eager")
-        plain, compiled = (toy_job(row.technique, *more, model=ToyNet(dropout=0)) for more in ((), (block,)))
-        train_toy(plain, 3)
-        train_toy(compiled, 3)
+        plain, compiled = (_trained(3, row.technique, *more, model=ToyNet(dropout=0)) for more in ((), (block,)))
         assert_near(weights(plain), weights(compiled), max(1e-5, row.tolerance))
 
     def test_a_deep_copy_of_the_model_runs_its_own_weights(self, row: Row) -> None:
-        job = toy_job(row.technique, model=ToyNet(dropout=0))
-        train_toy(job, 1)
+        job = _trained(1, row.technique, model=ToyNet(dropout=0))
         twin, (x_NCHW, _) = copy.deepcopy(job.model).eval(), job.plain_loader.batches[0]
         with torch.no_grad():
             for p in twin.parameters():

@@ -85,7 +85,6 @@ class Tracker:
         self._ended = False
         self._reason = ""  # why the first one failed
         self._thread: threading.Thread | None = None
-        self._outcome = ""
 
     def open(self, folder: Path, settings: Mapping[str, object]) -> None:
         """Begins a run named after the run folder; `settings`: the recipe, flat."""

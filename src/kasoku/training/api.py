@@ -58,7 +58,7 @@ def train(
         DivergedError: when the loss is not finite any more (kasoku.training.run_state).
     """
     started, comm = Wall().now(), comm or default_comm()
-    shares: Sequence[int] = ()
+    shares: tuple[int, ...] = ()
     if out and resume:
         folder = Path(out)
         run_on_all_ranks(comm, lambda: check_same_training(folder, recipe))
@@ -66,7 +66,7 @@ def train(
             upload(comm, folder, recipe.save.upload)
             return Result.read(folder)
         shares = shares_in(folder, comm, recipe.batch)
-    training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=Shares(tuple(shares))))
+    training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=Shares(shares)))
     if not out:
         if training.job.trackers or recipe.save.upload:
             say("Track and save.upload send nothing without a run folder: give out, a folder", comm.rank)

@@ -192,7 +192,8 @@ class _TwoSizes:
     needs = Needs(brief=True)
 
     def search(self, tries: SizeSearch) -> BatchSizeResult:
-        small, least = tries.measure(tries.least), tries.least
+        least, _ = tries.least, tries.take(tries.least)
+        small = tries.good[0]  # raises where not even it fits
         factor = 4 if 4 * BRIEF * small.step_s < 2 * _BUDGET_S else 2
         larger = [tries.measure(batch) for batch in {min(factor * least, tries.most)} - {least}]
         return BatchSizeResult(small.batch, (small, *larger), "the smallest", tries.clock.now())

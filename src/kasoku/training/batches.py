@@ -63,7 +63,7 @@ class SyncSource:
         if request is None:
             return Request()
         self._answered = request.save and (alone or not self._answered)  # a rank repeats it until it has saved
-        return request if request.save == self._answered else request._replace(save=self._answered)
+        return request._replace(save=self._answered)
 
     def close(self) -> None:
         """Ends the exchanges under way. Collective."""

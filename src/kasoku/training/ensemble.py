@@ -7,7 +7,6 @@ other rank's.
 """
 
 import gc
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from kasoku.config.libraries import normalisation
 from kasoku.config.ranks import ranks_of_member
 from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError, Solo, Wall, say
-from kasoku.core.files import write_text
+from kasoku.core.files import json_text, write_text
 from kasoku.distributed.consensus import SHARED_ERRORS, raise_on_all_ranks, run_on_all_ranks
 from kasoku.training import trained_run
 from kasoku.training.run_folder import ENSEMBLE, RunFolder, finished, remove_empty_members, run_folder
@@ -119,7 +118,7 @@ def evaluate(paths: Sequence[Path], comm: Comm, *, quiet: bool = False) -> None:
         scores = trained_run.score_runs(paths, comm=comm)
     if comm.rank == 0 and not quiet:
         trained_run.print_scores(scores)
-    document = json.dumps({**asdict(scores[-1][1]), "members": len(paths)}, indent=1) + "\n"
+    document = json_text({**asdict(scores[-1][1]), "members": len(paths)})
     run_on_all_ranks(comm, lambda: write_text(paths[0].parent / ENSEMBLE, document) if comm.rank == 0 else None)
 
 

@@ -51,7 +51,8 @@ def evaluate(
 
     Args:
         model: x_NCHW -> logits_NK.
-        loader: one pass over the test images; on several ranks this rank's share, which may be empty.
+        loader: one pass over the test images; on several ranks this rank's share: at least one batch, of no images
+            if it has none.
         views: see `averaged`.
         comm: the ranks that share the images. Their sums are added, so each image counts once and all ranks get the
             same scores; one rank by default.
@@ -87,7 +88,7 @@ def score(
     totals[:, 3] = images
     comm.all_reduce(totals).wait()
     rows = totals.tolist()  # the one time the host waits for the device
-    return [Scores(top1 / n, top5 / n, loss / n, int(n)) for top1, top5, loss, n in rows]
+    return [Scores(a / max(1, n), b / max(1, n), loss / n if n else math.nan, int(n)) for a, b, loss, n in rows]
 
 
 def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) -> Tensor:

@@ -1,6 +1,5 @@
 """The losses, the images per second, the ledger, the logs and the progress bar of a training."""
 
-import json
 import math
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from kasoku.config.recipe import flat_settings
 from kasoku.config.toml import table
-from kasoku.core.files import write_text
+from kasoku.core.files import json_text, write_text
 from kasoku.core.hardware import Utilization, cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
@@ -213,7 +212,7 @@ class Metrics:
 
         def write(run: RunFolder) -> None:
             for name, document in documents.items():
-                run.write(name, json.dumps(document, indent=1) + "\n")
+                run.write(name, json_text(document))
 
         self.state.write(write)
         for tracker in self.job.trackers:

@@ -88,7 +88,7 @@ class RunFolder:
 
     def _write_manifest(self) -> None:
         self._check_owner()
-        files.write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
+        files.write_text(self.path / MANIFEST, files.json_text(self._digests))
 
 
 def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -129,7 +129,7 @@ def free_folder(name: str) -> Path:
 
 
 def finished(folder: Path, recipe: Recipe) -> str:
-    """What a run has reached that this recipe takes no further, and how to train on; empty if it is not over."""
+    """The line for a run that this recipe would train no further: its end, and how to train on; empty if it would."""
     result: dict[str, Any] = {}
     with suppress(InputError):  # damaged: only a record
         result = read_json(folder / "result.json")

@@ -9,7 +9,7 @@ from typing import Any
 
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Job
-from kasoku.core.files import read_json
+from kasoku.core.files import json_text, read_json
 from kasoku.data import Dataset, Loader
 from kasoku.device import Chosen
 from kasoku.distributed.consensus import run_on_all_ranks
@@ -49,9 +49,9 @@ class Training:
         d, shares = self.dataset, self.job.plain_loader.shares
         if import_folders is not None:
             facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
-            run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
+            run.write("data.json", json_text({**facts, "mean": d.mean, "std": d.std}))
             more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
-            run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
+            run.write("environment.json", json_text({**environment(), **more}))
         run.write("recipe.toml", FORMAT + dumps(self.recipe))
         if shares and import_folders is not None:
             run.write(SHARES, json.dumps(shares) + "\n")

@@ -128,7 +128,7 @@ def classify(members: Sequence[Trained], files: Sequence[Path], top: int) -> Ite
     """
     first = members[0]
     size, count = first.image_size, len(files)
-    images = _Unlabelled(tuple(map(str, files)), torch.zeros(count, dtype=torch.int64), side=stored_side(min(size)))
+    images = _Unlabelled(tuple(map(str, files)), torch.zeros(count, dtype=torch.int64), side=stored_side(max(size)))
     facts = (first.channels, size, first.mean, first.std)
     dataset = Dataset("images", first.classes, images, images, *facts, max_bad_fraction=1.0)
     batch, start = first.recipe.evaluate.batch or first.recipe.images_at_once(1), 0
@@ -138,7 +138,7 @@ def classify(members: Sequence[Trained], files: Sequence[Path], top: int) -> Ite
         known: dict[int, list[tuple[str, float]]] = {}
         if len(x_NCHW):
             logits_NK = ensemble_logits([member.logits(x_NCHW) for member in members])
-            best = logits_NK.softmax(1).topk(min(top, len(first.classes)))
+            best = logits_NK.softmax(1)[:, : len(first.classes)].topk(min(top, len(first.classes)))
             rows = zip(batches.index_N.tolist(), best.values.tolist(), best.indices.tolist(), strict=True)
             known = {i: [(first.classes[k], p) for k, p in zip(ks, ps, strict=True)] for i, ps, ks in rows}
         for index in range(start, min(start + batch, count)):

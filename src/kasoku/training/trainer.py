@@ -316,5 +316,5 @@ def _try_loss(job: Job, use: str, classes: int) -> None:
         loss = job.loss(torch.zeros(2, classes), torch.zeros(2, dtype=torch.long))
     except InputError as error:
         raise InputError(f"loss: {error}") from error
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
         raise InputError(f'loss.use = "{use}": {wanted}')

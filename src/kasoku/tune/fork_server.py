@@ -66,8 +66,8 @@ def new_process(command: Sequence[str], environment: Mapping[str, str], log: Pat
 def fork_server(prepare: Callable[[], object]) -> Iterator[Start]:
     """Starts commands `python -m MODULE ...` or `python FILE ...`, as `new_process` does, in forks of one process.
 
-    Functions of `atexit` do not run in the forks. New processes follow where forks are not possible: not on Linux, in a
-    process with several threads, after CUDA was asked for.
+    Functions of `atexit` do not run in the forks. Where forks are impossible (outside Linux, in a process with several
+    threads, once CUDA is in use), commands start as new processes.
 
     `prepare`: imports and reads what the commands need, in the server; its errors are ignored, as the commands will
     have them too. The first command waits for it, and so do signals. This process must not have computed on several

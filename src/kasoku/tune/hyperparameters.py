@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Annotated, Any, Literal
 
 from kasoku.core import Checked, InputError, Range
-from kasoku.core.files import locked_folder, write_text
+from kasoku.core.files import json_text, locked_folder, write_text
 from kasoku.tune.fork_server import Process, Start, fork_server, new_process
 from kasoku.tune.search_space import Space
 
@@ -138,7 +138,7 @@ def _write(folder: Path, outcomes: Sequence[TrialResult]) -> None:
         "seconds_a_trial": mean(seconds) if seconds else None,
         "best_by_trial": [[i, top1] for i, top1 in enumerate(best_so_far, start=1)],
     }
-    write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
+    write_text(folder / "search.json", json_text(document))
 
 
 class _Trials:

@@ -229,7 +229,7 @@ class SizeSearch:
             raise InputError(f"{got} (multiples of {self.multiple}, at most {self.images} images); give another range")
 
     def take(self, batch: int) -> Measurement | None:
-        """Measures a size, in place of its earlier measurement; None if no time is left for it, except for the first.
+        """Measures a size, in place of its earlier measurement; None if time is over. The first is always measured.
 
         A brief measurement is expected to take as long as smaller sizes suggest; after only one, its time is taken as
         proportional to the batch.

@@ -270,10 +270,13 @@ class TimeToTarget(Checked):
     def search(self, tries: SizeSearch) -> BatchSizeResult:
         curve = self.epochs or _branched(tries, 1.0 if self.scaling == "linear" else 0.5)
         sizes, values = zip(*(curve or [(tries.least, 1.0), (tries.most, 1.0)]), strict=True)
+        if tries.most < tries.least:
+            _ = tries.good  # raises: no size fits
         tries = replace(tries, least=max(tries.least, sizes[0]), most=min(tries.most, sizes[-1]))
 
         def epochs(batch: int) -> float:
-            return float(np.interp(math.log(batch), np.log(sizes), values))
+            logs = [*map(math.log, sizes)]
+            return float(np.interp(math.log(batch), logs, values, left=math.inf, right=math.inf))
 
         best, in_time = search_sizes(tries, lambda b, step_s: b / step_s / epochs(b), least_gain=self.least_gain)
         rate, count, longer = f"{best.images_per_s:,.0f} images/s", len(tries.good), epochs(best.batch)

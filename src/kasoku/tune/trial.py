@@ -151,7 +151,10 @@ class Trial:
         self.held: list[Batch] = []  # images on which branches are compared
 
     def run(self, batch: int, steps: int, *, allowed_s: float) -> StepTimes:
-        """Times `steps` steps of `batch` images over all ranks, or fewer in `allowed_s` seconds, but at least 3."""
+        """Times `steps` steps of `batch` images over all ranks, or as many as `allowed_s` permits, but at least 3.
+
+        More are timed while the device's utilization is read (`Needs.watch_s`).
+        """
         self.memory.begin()
         with closing(self.sandbox.at(batch)) as job, closing(endless(job.loader)) as batches:
             for _ in range(_WARM_UP):

@@ -1,1 +1,1 @@
-"""Augmentation, as a pure function of (seed, epoch, sample index)."""
+"""What varies training images, and how many and how large they are; no draw depends on an earlier one."""

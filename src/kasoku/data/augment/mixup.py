@@ -71,18 +71,16 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
                 # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
                 step, micro = job.steps, micro + 1 if job.steps == step else 0
                 labels_N = y_N.detach()  # the same memory, an object of our own
-                share, partners_N = 1.0, y_N
+                labels_N.mixed_with = (1.0, y_N)  # type: ignore[attr-defined]
                 if len(y_N) > 1:
                     if self.cutmix and x_NCHW.ndim != 4:
                         got = f"a batch here has {x_NCHW.ndim} dimensions"
                         raise InputError(f"cutmix={self.cutmix}: for images (N, C, H, W), {got}: set it to 0")
                     size = (x_NCHW.shape[2], x_NCHW.shape[3]) if x_NCHW.ndim == 4 else (1, 1)
-                    seed = getattr(job.plain_loader, "seed", 0) % 2**64
-                    keys = [seed, step, first_part(job) + micro]
+                    keys = [getattr(job.plain_loader, "seed", 0) % 2**64, step, first_part(job) + micro]
                     pairing = self.draw(np.random.Generator(np.random.PCG64(keys)), len(y_N), size)
                     x_NCHW = pairing.mixed(x_NCHW)
-                    share, partners_N = pairing.share, pairing.partners(y_N)
-                labels_N.mixed_with = (share, partners_N)  # type: ignore[attr-defined]
+                    labels_N.mixed_with = (pairing.share, pairing.partners(y_N))  # type: ignore[attr-defined]
                 yield x_NCHW, labels_N
 
         def loss(outputs: Any, labels_N: Tensor) -> Tensor:

@@ -72,8 +72,7 @@ class Vary:
         """The images transformed, on their device. `part`: number of this part of a batch on all ranks in the epoch."""
         if not self.per_image:
             return self.run(images_NHWC, epoch, part)
-        pairs = zip(images_NHWC.cpu(), index_N.tolist(), strict=True)
-        images = [self.run(image_HWC, epoch, index) for image_HWC, index in pairs]
+        images = [self.run(x_HWC, epoch, i) for x_HWC, i in zip(images_NHWC.cpu(), index_N.tolist(), strict=True)]
         return torch.stack(images).to(images_NHWC.device) if images else images_NHWC
 
     def run(self, x_HWC: Tensor, epoch: int, number: int) -> Tensor:

@@ -263,6 +263,5 @@ def check_labels(labels_N: np.ndarray, classes: int, where: Path | str) -> None:
     """Raise InputError naming the first label that is not in range(classes)."""
     wrong_N = np.flatnonzero((labels_N < 0) | (labels_N >= classes))
     if len(wrong_N):
-        first = int(wrong_N[0])
-        got = f"image {first} has label {int(labels_N[first])}, allowed are 0 to {classes - 1}"
+        got = f"image {wrong_N[0]} has label {labels_N[wrong_N[0]]}, allowed are 0 to {classes - 1}"
         raise InputError(f"{where}: {got}; the file is damaged or of another data set")

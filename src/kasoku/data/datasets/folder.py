@@ -29,10 +29,8 @@ Look = Callable[[str], Names]  # what is in a folder, which is its path below th
 
 LISTS = (".csv", ".jsonl")
 _PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
-_VALIDATION = ("val", "validation", "test")
 _KINDS = " ".join(SUFFIXES)
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_STD = (0.229, 0.224, 0.225)
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of its channels
 _LOOKED_FOR = 8  # files of each part that a rank checks on its host, since rank 0 listed them
 
 
@@ -104,13 +102,10 @@ def folder(  # noqa: PLR0913
     return photos(top.rpartition("/")[2], classes, divided, size, max_bad_fraction)
 
 
-def photos(
-    name: str, classes: tuple[str, ...], parts: tuple[Any, Any, Any], size: int, max_bad_fraction: float
-) -> Dataset:
+def photos(name: str, classes: tuple[str, ...], parts: tuple[Any, ...], size: int, max_bad_fraction: float) -> Dataset:
     """A data set of RGB images of any size, decoded to squares, normalised as ImageNet; `parts` as of `split_off`."""
     train, test, undivided = parts
-    facts = (3, (size, size), _IMAGENET_MEAN, _IMAGENET_STD, max_bad_fraction, undivided)
-    return Dataset(name, classes, train, test, *facts)
+    return Dataset(name, classes, train, test, 3, (size, size), *_IMAGENET, max_bad_fraction, undivided)
 
 
 def check_settings(root: str, size: int, validation: float) -> None:
@@ -179,7 +174,7 @@ def arranged(look: Look, root: str) -> Parts:
     if "train" not in subfolders:
         return {"": _classes(look, root, "", subfolders)}
     parts = {"train": _classes(look, root, "train", look("train")[0])}
-    for part in _VALIDATION:
+    for part in ("val", "validation", "test"):
         if part in subfolders and (names := look(part)[0]):
             parts[part] = _classes(look, root, part, names)
             break
@@ -193,8 +188,7 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
         raise InputError(f"{home}: no class folders in it; expected {home}/<class>/<image>, one for each class{packed}")
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kasoku-list") as pool:
         listed = [files for _, files in pool.map(lambda name: look(below(part, name)), names)]
-    images = ([file for file in files if file.lower().endswith(SUFFIXES)] for files in listed)
-    tree = dict(zip(names, images, strict=True))
+    tree = {name: [f for f in files if f.lower().endswith(SUFFIXES)] for name, files in zip(names, listed, strict=True)}
     for name, files in tree.items():
         if not files:
             tables = any(file.endswith(".parquet") for file in look(part)[1])

@@ -305,7 +305,9 @@ def read_photos(root: str, size: int = 224) -> tuple[Source, Dataset]:
     """The data set at a root, and its source: `folder` where it can read it, else by the kinds of the files there."""
     try:
         return folder, folder(root, size)  # of several ranks one lists it
-    except InputError:
+    except InputError as error:
+        if error.gone:
+            raise
         source = source_of(root)
         return source, source(root, size)
 

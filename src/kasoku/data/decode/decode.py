@@ -4,7 +4,7 @@ import importlib
 import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,9 @@ def is_image(data: bytes) -> bool:
     """Whether the header of a file is that of an image."""
     if native.jpeg_size(data):
         return True
-    try:
-        with _opened(data, ""):
-            return True
-    except InputError:
-        return False
+    with suppress(InputError), _opened(data, ""):
+        return True
+    return False
 
 
 def crop(source: bytes | np.ndarray, box: Callable[[int, int], Box], out_HWC: np.ndarray, *, name: str = "") -> None:
@@ -106,9 +104,8 @@ def read_image(
     Errors: InputError naming the file when it is missing, damaged, or no image.
     """
     if not isinstance(source, np.ndarray):
-        source = source if isinstance(source, bytes) else str(source)
         side = stored_side(min(image_size)) if image_size[0] == image_size[1] else 0
-        source = decode(source, side, name=name)
+        source = decode(source if isinstance(source, bytes) else str(source), side, name=name)
     pixels_HWC = fitted(source, centre_box(source.shape[1], source.shape[0], image_size), image_size)
     if channels == 1:
         pixels_HWC = np.asarray(Image.fromarray(pixels_HWC).convert("L"))[..., None]
@@ -149,10 +146,9 @@ def upright(image: Any, shorter: int = 0) -> np.ndarray:
 
 
 def _orientation(image: Any) -> int:
-    try:
+    with suppress(Exception):  # a damaged EXIF block does not spoil the pixels
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # a damaged EXIF block does not spoil the pixels
-        return 1
+    return 1
 
 
 def _rgb(image: Any) -> Any:

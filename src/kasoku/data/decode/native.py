@@ -18,28 +18,22 @@ import torch
 from kasoku.core.errors import InputError
 
 _MOST = 2**26  # pixels of an image that the C code reads
+_POINTER, _INT32, _SIZE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
+_LOCAL = threading.local()  # a decoder and its memory for each thread
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
-
-def _library() -> Any:
-    pointer, int32, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
-    try:
-        library = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
-        library.kasoku_jpeg_new.restype, library.kasoku_jpeg_new.argtypes = pointer, []
-        library.kasoku_jpeg_free.restype, library.kasoku_jpeg_free.argtypes = None, [pointer]
-        library.kasoku_jpeg_open.argtypes = [pointer, ctypes.c_char_p, size, pointer, pointer]
-        library.kasoku_jpeg_crop.argtypes = [pointer, pointer, int32, int32, pointer]
-        library.kasoku_planes_crop.argtypes = [pointer, pointer, int32, int32, pointer, int32, int32, pointer]
-        library.kasoku_jpeg_plain.restype, library.kasoku_jpeg_plain.argtypes = None, [ctypes.c_int]
-        looked_up = library.kasoku_looked_up
-        looked_up.restype, looked_up.argtypes = None, [pointer, pointer, *[size] * 4, pointer, ctypes.c_int, pointer]
-    except (OSError, AttributeError):  # not built, or for another machine, or from other sources
-        return None
-    return library
-
-
-LIBRARY = _library()
-_LOCAL = threading.local()  # a decoder and its memory for each thread
+try:
+    LIBRARY: Any = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
+    LIBRARY.kasoku_jpeg_new.restype, LIBRARY.kasoku_jpeg_new.argtypes = _POINTER, []
+    LIBRARY.kasoku_jpeg_free.restype, LIBRARY.kasoku_jpeg_free.argtypes = None, [_POINTER]
+    LIBRARY.kasoku_jpeg_open.argtypes = [_POINTER, ctypes.c_char_p, _SIZE, _POINTER, _POINTER]
+    LIBRARY.kasoku_jpeg_crop.argtypes = [_POINTER, _POINTER, _INT32, _INT32, _POINTER]
+    LIBRARY.kasoku_planes_crop.argtypes = [_POINTER, _POINTER, _INT32, _INT32, _POINTER, _INT32, _INT32, _POINTER]
+    LIBRARY.kasoku_jpeg_plain.restype, LIBRARY.kasoku_jpeg_plain.argtypes = None, [ctypes.c_int]
+    LIBRARY.kasoku_looked_up.restype = None
+    LIBRARY.kasoku_looked_up.argtypes = [_POINTER, _POINTER, *[_SIZE] * 4, _POINTER, ctypes.c_int, _POINTER]
+except (OSError, AttributeError):  # not built, or for another machine, or from other sources
+    LIBRARY = None
 
 
 class _Decoder:
@@ -74,8 +68,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     if not LIBRARY:
         return None
     decoder = _own()
-    size_at = decoder.size_at
-    if LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), size_at, size_at + 4):
+    if LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), decoder.size_at, decoder.size_at + 4):
         return None
     columns, rows = decoder.size.tolist()
     return (columns, rows) if columns * rows <= min(_MOST, max_pixels()) else None

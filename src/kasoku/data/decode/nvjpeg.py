@@ -77,8 +77,7 @@ def reader(read: Callable[[int], Source], images: Sequence[int], device: torch.d
     Note: torchvision decodes on a stream of its own, into memory that work on the current one may still read
     (pytorch/vision#9606), so the host waits before; torchvision waits after, except when it raises.
     """
-    sources: dict[int, Source] = {}
-    files: dict[int, torch.Tensor] = {}
+    sources, files = dict[int, Source](), dict[int, torch.Tensor]()
     for image in images:
         try:
             source = sources[image] = read(image)

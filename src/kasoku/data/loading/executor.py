@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
@@ -74,12 +74,11 @@ class MemoryExecutor:
     """Makes the batches of pipelines of a split in memory, which is moved to the device once."""
 
     skipped: Skipped | None = None  # the images that cannot be decoded; None: what is in memory does not fail
-    safe_batches = 0  # on several ranks, how many of the next batches cannot fail any more
 
     def __init__(self, split: Memory, device: torch.device) -> None:
         self._images_NHWC, self._labels_N = split.images_NHWC.to(device), split.labels_N.to(device)
 
-    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
+    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace) -> RawBatches:
         for index_N in pipeline.indices(epoch, part_numbers, pipeline.device):
             yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
 
@@ -100,7 +99,7 @@ class FileExecutor:
         self.cache: dict[int, np.ndarray] = {}  # decoded images; the same for all forks
         self.autotuner: Autotuner | None = None  # of the number of threads, unless that is set
 
-    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
+    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace) -> RawBatches:
         """Gives the batch of each part; takes a part's number when it begins to make it."""
         nvjpeg.check(pipeline.decoder, pipeline.device)
         if pipeline.threads:
@@ -147,9 +146,7 @@ class FileExecutor:
 class _Iteration:
     """The batches of one iteration: submitted to the pool, waited for, finished, sent to the device."""
 
-    def __init__(
-        self, executor: FileExecutor, pipeline: Pipeline, epoch: int, pool: ThreadPool, trace: Trace | None
-    ) -> None:
+    def __init__(self, executor: FileExecutor, pipeline: Pipeline, epoch: int, pool: ThreadPool, trace: Trace) -> None:
         self.executor, self.pipeline, self.epoch, self.pool, self.trace = executor, pipeline, epoch, pool, trace
         self.split, self.skipped = executor.split, executor.skipped
         self.size, self.device = pipeline.dataset.image_size, pipeline.device
@@ -237,7 +234,7 @@ class _Iteration:
         """Waits for the first of them; returns the seconds."""
         begin_s = time.perf_counter()
         if waiting:
-            with self._span("input", f"{sum(batch.ready for batch in waiting)} batches ready"):
+            with self.trace.span("input", f"{sum(batch.ready for batch in waiting)} batches ready"):
                 for chunk in waiting[0].chunks:
                     chunk.result()
         return time.perf_counter() - begin_s
@@ -247,7 +244,7 @@ class _Iteration:
         aside = self.stream is not None
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             host = self._finish(batch)
-            with self._span("copy", bytes=host[0].nbytes):
+            with self.trace.span("copy", bytes=host[0].nbytes):
                 pinned = [t if t.is_pinned() else t.pin_memory() for t in host] if aside else host
                 images_NHWC, y_N, index_N = (t.to(self.device, non_blocking=aside) for t in pinned)
                 if len(self.pipeline.dataset.mean) == 1:  # luma (ITU-R 601-2), rounded as Pillow rounds it
@@ -260,22 +257,19 @@ class _Iteration:
         """Has what is computed from here on wait for the copies; the host does not."""
         batch, event = moving
         if event is not None:
-            with self._span("copy"):
+            with self.trace.span("copy"):
                 now = torch.cuda.current_stream(self.device)
                 now.wait_event(event)
                 for tensor in batch:
                     tensor.record_stream(now)  # its memory is not reused before
         return batch
 
-    def _span(self, kind: str, name: str = "", *, bytes: int = 0) -> AbstractContextManager[None]:
-        return self.trace.span(kind, name, bytes=bytes) if self.trace else nullcontext()
-
     def _finish(self, batch: "PendingBatch") -> RawBatch:
         """A decoded batch. In place of a bad image training shows the next good one; a test leaves it out."""
         bad: Bad = {}
         for cut, chunk in zip(batch.cuts, batch.chunks, strict=True):
             bad |= {cut.start + row: error for row, error in chunk.result().items()}
-        while self.varied_s and self.trace:
+        while self.varied_s:
             self.trace.beside["transforms"] += self.varied_s.popleft()
         shown_N, train = batch.index_N.clone(), self.pipeline.train
         for row, reason in bad.items():

@@ -2,13 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 
-from kasoku.core import Batch, Comm, InputError, Trace
+from kasoku.core import Batch, Comm, InputError, Trace, Wall
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, Memory
 from kasoku.data.decode.decode import read_image
@@ -48,7 +48,7 @@ def loader(
     if isinstance(source, Memory):
         return Loader(pipeline, MemoryExecutor(source, pipeline.device))
     skipped = Skipped(len(source), dataset.max_bad_fraction)
-    return Loader(pipeline, FileExecutor(source, skipped, side=stored_side(min(dataset.image_size))))
+    return Loader(pipeline, FileExecutor(source, skipped, side=stored_side(max(dataset.image_size))))
 
 
 def endless(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
@@ -98,7 +98,7 @@ class Loader:
     def __init__(self, pipeline: Pipeline, executor: MemoryExecutor | FileExecutor) -> None:
         self.pipeline, self.executor = pipeline, executor
         self.epoch, self.position = 0, 0
-        self.trace: Trace | None = None
+        self.trace = Trace(Wall(), keep=0)
         self.index_N = torch.zeros(0, dtype=torch.int64)
         self.last_share = 0
         self._next_share: Callable[[], int | None] | None = None
@@ -133,7 +133,7 @@ class Loader:
                     first = share * parts
                     if pipeline.at_once:
                         first = at // parts * (batch // pipeline.at_once) + pipeline.first_part
-                    with self.trace.span("transforms") if self.trace else nullcontext():
+                    with self.trace.span("transforms"):
                         images_NHWC = vary(images_NHWC, index_N, epoch, first + at % parts)
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
@@ -202,7 +202,8 @@ class Loader:
     def survey(self, images: int = 0) -> "Loader":
         """A loader of the first `images` training images (0: all) in order, each once, unvaried, for statistics.
 
-        Batches are as large as this one's parts; its own state does not move.
+        Batches are as large as this one's parts; its position does not move. Images
+        that cannot be decoded count in it too.
         """
         pipeline = self.pipeline.with_(
             shuffled=False,
@@ -229,24 +230,24 @@ class Loader:
         self.executor.warm(self.pipeline, self.epoch, self.position)
 
 
-def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def sample(dataset: Dataset, n: int) -> torch.Tensor:
     """x_NCHW: n training images, normalised and not varied, to prepare a model with.
 
     The first n of a set in memory; of files, which may lie class by class, n at equal distances. Fewer if it has fewer.
     """
     part, n = dataset.train, min(n, len(dataset.train))
     if isinstance(part, Memory):
-        return normalise(part.images_NHWC[:n].to(device), dataset.mean, dataset.std)
+        return normalise(part.images_NHWC[:n], dataset.mean, dataset.std)
     images = []
     for row in range(n):
         first = row * len(part) // n
         for at in (*range(first, len(part)), *range(first)):  # an image, or the next one that can be decoded
             try:
-                images.append(read_image(part.read(at), dataset.image_size, name=part.name(at)))
+                images.append(read_image(part.read(at), dataset.image_size, dataset.channels, name=part.name(at)))
                 break
             except InputError as error:  # counted and named by the loader
                 if error.gone:
                     raise
         else:
             raise InputError(f"{dataset.name}: no image in it can be decoded; give another data set")
-    return normalise(torch.stack(images).to(device), dataset.mean, dataset.std)
+    return normalise(torch.stack(images), dataset.mean, dataset.std)

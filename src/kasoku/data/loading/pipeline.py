@@ -26,7 +26,7 @@ class Pipeline(Checked):
         shuffled: training images in a new order each epoch, augmented. False: each image once, in order, unchanged.
         images: how many of the split, from its first on.
         batch: images of a batch over all ranks.
-        shares: images of a batch that each rank takes, in rank order; empty: as many each.
+        shares: images of a batch that each rank takes, in rank order; empty: all the same number.
         parts: in how many parts a training batch is handed out, one after the other (accumulation, virtual ranks);
             a loader's `position` and len() count parts.
         at_once: images of a part, where ranks have unequally many parts; 0: all have equally many.
@@ -170,7 +170,7 @@ class Pipeline(Checked):
         """Whether decoded images are kept: known from the set alone, so that batches are the same on all machines."""
         if self.decoder != "cpu" or isinstance(self.source, Items):  # items may be another image each time
             return False
-        side = stored_side(min(self.dataset.image_size))
+        side = stored_side(max(self.dataset.image_size))
         return len(self.source) * 4 * side * side <= self.cache_bytes  # 3 bytes a pixel, 4 by 3
 
     def transform(self) -> Transform:

@@ -1,4 +1,4 @@
-"""All randomness of the data: pure functions of (seed, epoch, sample index).
+"""The order of images and the draws for each: pure functions of (seed, epoch, sample index).
 
 Note: counters, not generators
 A sample's draws come from hashing (seed, epoch, index, stream), so they do not depend on the batch the sample is in,
@@ -48,7 +48,6 @@ def whole(u: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _key(*numbers: int) -> int:
-    """One unsigned 64-bit word that depends on all the numbers and on their order."""
     word = 0
     for number in numbers:
         word = (word + number + 1) * _GOLDEN & _WORD

@@ -89,7 +89,8 @@ class Shares(Technique, stage=Stage.DATA, shares_batch=True, in_sandbox=False):
         images = self.images if self.images and ranks > 1 else by_speed(plain.batch, [1.0] * ranks, unit=parts)
         if len(images) != ranks or sum(images) != plain.batch or any(n % unit for n in images):
             got = f"images={images} for {ranks} ranks, batch={plain.batch} in {parts} parts"
-            raise InputError(f"Shares: {got}: a multiple of the parts for each rank, that add up to the batch")
+            of = "at_once" if self.at_once else "the parts"
+            raise InputError(f"Shares: {got}: a multiple of {of} for each rank, that add up to the batch")
         unfit = (t for t in job.applied if t.is_asynchronous or t.sums_exactly or isinstance(t, GrowBatch))
         if self.follow and (self.at_once or any(unfit)):
             refused = "not with at_once, Asynchronous, AllReduce(exact=true) or GrowBatch"
@@ -102,7 +103,9 @@ class Shares(Technique, stage=Stage.DATA, shares_batch=True, in_sandbox=False):
             weighted = value * (len(y_N) * ranks * plain.parts / plain.batch)
             return weighted.detach() + (value - value.detach()) if exact else weighted
 
-        job.configure_loader(shares=images, at_once=self.at_once)
+        own = self.parts(job.comm.rank, parts)
+        job.patch(job, "accumulate", job.accumulate * own // parts)
+        job.configure_loader(shares=images, at_once=self.at_once, parts=own)
         job.patch(job, "loss", loss)
         if self.follow:
             following = _Following(job, plain, images)

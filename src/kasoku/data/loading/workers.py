@@ -48,7 +48,7 @@ class ThreadPool:
         return future
 
     def resize(self, size: int) -> None:
-        """Changes the number of threads; those too many end with the task in hand."""
+        """Changes the number of threads; those too many end once the tasks submitted so far have begun."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         for _ in range(size - self.size):
             thread = threading.Thread(target=self._work, name="kasoku-decode", daemon=True)
@@ -86,7 +86,7 @@ class ThreadPool:
 
 
 class Autotuner:
-    """How many threads: one more or fewer is tried now and then, and kept where batches come faster for it.
+    """How many threads: a quarter more or fewer is tried now and then, and kept where batches come faster for it.
 
     More are tried while the loop waits for its input; fewer where it does not and decoding takes cores from computing.
     What does not help is tried again after four times as many batches, since other programs come and go.

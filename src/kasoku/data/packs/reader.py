@@ -259,9 +259,8 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-index") as pool:
         known = list(pool.map(lambda file: _indexed(store, file, cache), files))
     wrong = [f"{file}: {', '.join(index.left_out)}" for file, index in zip(files, known, strict=True) if index.left_out]
-    if wrong:
-        more = [f"and {len(wrong) - 3} more shards"] if len(wrong) > 3 else []
-        say("; ".join([one_line(text) for text in wrong[:3]] + more))
+    more = [f"and {len(wrong) - 3} more shards"] if len(wrong) > 3 else []
+    say("; ".join([one_line(text) for text in wrong[:3]] + more))
     advice = "these shards have no checksums, so damage may go unnoticed; `kasoku pack` writes shards with checksums"
     say(f"{store.shown}: {advice}")
     whole = _joined(store, files, known)
@@ -283,11 +282,10 @@ def _indexed(store: Store, file: str, cache: str) -> Index:
     known = f"{store.shown}\n{file}\n{size}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
     kept = cache_folder(cache) / "shards" / f"{key}.npz"
-    try:
+    with suppress(OSError, Damaged):
         return Index.load(kept.read_bytes())
-    except (OSError, Damaged):
-        index = walk(store, file)
-        if not index.damaged:
-            with suppress(OSError):  # the cache only saves time
-                keep(kept, index.dump())
-        return index
+    index = walk(store, file)
+    if not index.damaged:
+        with suppress(OSError):  # the cache only saves time
+            keep(kept, index.dump())
+    return index

@@ -39,7 +39,6 @@ from kasoku.data.packs.reader import pack_facts, pack_index
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member
 from kasoku.data.remote.store import GoneError, Store, is_remote
 
-_SETTINGS = ("side", "format", "quality", "shard_bytes", "classes", "source")  # must not change when a run is resumed
 _ESTIMATED = 64  # images
 _END = bytes(2 * BLOCK_BYTES)  # of a tar file
 
@@ -256,7 +255,7 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
         facts["images_per_shard"] = max(1, shard_bytes * len(bytes_each) // sum(bytes_each))
         write_text(run.home / "pack.json", json.dumps(facts, indent=1) + "\n")
         return facts
-    for name in _SETTINGS:
+    for name in ("side", "format", "quality", "shard_bytes", "classes", "source"):  # must not change in a resumed run
         if before.get(name) != facts[name]:
             old, new = (textwrap.shorten(one_line(str(value)), 150) for value in (before.get(name), facts[name]))
             differ = f"has a pack with {name}={old}, asked for is {name}={new}"
@@ -284,7 +283,6 @@ def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
 
 
 def _baseline(data: bytes) -> bool:
-    """Whether these bytes are a JPEG file that is not progressive."""
     with suppress(Exception), Image.open(io.BytesIO(data), formats=("JPEG",)) as opened:  # other bytes raise anything
         return "progressive" not in opened.info
     return False

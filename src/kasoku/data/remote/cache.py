@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 from kasoku.core.errors import say
@@ -42,7 +43,7 @@ def keep(path: Path, data: bytes) -> None:
 
 
 class Pieces:
-    """What was read of the remote files below one root, which is `shown` so. limit_bytes: of all processes; 0: nothing.
+    """What was read of the remote files below one root, in messages `shown`. limit_bytes: of all processes; 0: none.
 
     The file `used` grows by one byte for each block kept.
     """
@@ -54,12 +55,10 @@ class Pieces:
     def read(self, file: str, start: int, stop: int) -> bytes:
         """The bytes from start up to stop, as far as they are in one intact piece. `file`: the path and the version."""
         for first in (start, start - start % _PIECE_BYTES) if self._limit_bytes else ():
-            try:
+            with suppress(OSError):
                 stored = self._path(file, first).read_bytes()
-            except OSError:
-                continue
-            if len(stored) - 4 > start - first and zlib.crc32(stored[4:]) == int.from_bytes(stored[:4], "big"):
-                return stored[4 + start - first : 4 + stop - first]
+                if len(stored) - 4 > start - first and zlib.crc32(stored[4:]) == int.from_bytes(stored[:4], "big"):
+                    return stored[4 + start - first : 4 + stop - first]
         return b""
 
     def keep(self, file: str, first: int, data: bytes) -> None:

@@ -155,7 +155,7 @@ class Prediction(FlatViews):
         times = self._factor if ahead else 0.0
         if times != self._applied:
             for p, movement in zip(self.params, self.views, strict=True):
-                p.add_(movement.to(p.device), alpha=times - self._applied)
+                p.add_(movement, alpha=times - self._applied)
             self._applied = times
 
 

@@ -55,8 +55,13 @@ class Bucket:
 
     @property
     def whole(self) -> bool:
-        """Whether it has all its gradients."""
-        return len(self.versions) == len(self.views)
+        """Whether it has all its gradients; a parameter that was frozen since gets none."""
+        return all(p in self.versions for p in self.views if p.requires_grad)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether all its parameters are."""
+        return not any(p.requires_grad for p in self.views)
 
     def wait(self) -> None:
         """Returns when the buffer holds the mean."""
@@ -122,6 +127,9 @@ class BucketLayout:
     def send(self, chunk: Chunk, prefix: str, reduce: Callable[[str, Tensor], Work], trace: Trace) -> None:
         """Starts to average one chunk; the reducer keeps its state by the chunk's key."""
         bucket = self.buckets[chunk.bucket]
+        for p in bucket.views.keys() - bucket.versions:  # frozen since
+            bucket.views[p].zero_()
+            bucket.versions[p] = None
         x = bucket.flat[chunk.start : chunk.stop]
         bucket.unsent -= x.numel()
         if self.notes_ranges:
@@ -137,7 +145,7 @@ class BucketLayout:
 
     def missing(self) -> list[Tensor]:
         """The parameters without a gradient so far."""
-        return [p for p, bucket in self.bucket_of.items() if p not in bucket.versions]
+        return [p for p, bucket in self.bucket_of.items() if p.requires_grad and p not in bucket.versions]
 
     def refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raises InputError for a gradient outside the buckets: ranks would drift apart silently."""
@@ -157,15 +165,17 @@ class BucketLayout:
                 raise InputError(f"{changed}: clip with the technique Clip; for k backwards a step, Job(accumulate=k)")
 
     def refuse_missing(self) -> None:
-        """Raises InputError for parameters without a gradient."""
+        """Raises InputError for parameters without a gradient; those that were frozen since are not updated."""
         if missing := self.missing():
             names = ", ".join([*(self.names[p] for p in missing[:3]), *(["..."] if len(missing) > 3 else [])])
             none = f"Overlap: {len(missing)} parameters got no gradient in backward ({names})"
             raise InputError(f'{none}: freeze them before apply, or set unused = "skip"')
+        for bucket in self.buckets:
+            bucket.idle = frozenset(p for p in bucket.views if not p.requires_grad)
 
     def fill_missing(self, comm: Comm) -> None:
         """Puts zeros in the place of missing gradients; a parameter without one on all ranks is not updated."""
-        present = [float(p in bucket.versions) for p, bucket in self.bucket_of.items()]
+        present = [float(p.requires_grad and p in bucket.versions) for p, bucket in self.bucket_of.items()]
         used = torch.tensor(present, device=self.buckets[0].flat.device)
         comm.all_reduce(used, op="max").wait()
         idle = frozenset(p for p, u in zip(self.bucket_of, used.tolist(), strict=True) if not u)

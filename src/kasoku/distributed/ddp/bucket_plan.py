@@ -165,10 +165,11 @@ def search(
 ) -> tuple[BucketPlan, Forecast, bool]:
     """The best plan, its forecast, and whether the next forward should start before all buckets have arrived.
 
-    Tried: buckets of several least sizes, in chunks of several sizes, in the order of need, and every other policy,
-    overlapped with backward only. One bucket wins unless a plan promises 5 % less: measured times are noisy, and many
-    chunks cost time that no forecast sees. Compared with all orders of six random layers, where communication takes at
-    least half as long as compute, the result was never 1 % worse (tests/distributed/test_virtual_clock.py).
+    Tried: buckets of several least sizes, in chunks of several sizes, in the order of need; and OneBucket, Graded and
+    Fixed of five sizes, overlapped with backward only. One bucket wins unless a plan promises 5 % less: measured times
+    are noisy, and many chunks cost time that no forecast sees. Compared with all orders of six random layers, where
+    communication takes at least half as long as compute, the result was never 1 % worse
+    (tests/distributed/test_virtual_clock.py).
 
     `units`: in forward order; `next_forward`: False where a technique needs all gradients at once.
     """

@@ -286,7 +286,7 @@ class LowRank(Reducer):
         last_q = kept.get("q", {}).get(key)
         p, q = buffers.at("p", key, (rows, self.rank), x), kept.at("q", key, (columns, self.rank), x)
         if last_q is None or last_q.shape != q.shape:  # at first random, from the seed and the key alone
-            own = torch.Generator().manual_seed((self.seed << 32) + zlib.crc32(key.encode()))
+            own = torch.Generator().manual_seed(((self.seed << 32) + zlib.crc32(key.encode())) % 2**64)
             q.copy_(torch.randn(q.shape, generator=own))
         whole = buffers.at("product", key, (rows * columns,), x)
         error[:n].add_(x)

@@ -81,7 +81,7 @@ class Overlap(Technique):
         if self.retune:
             refuse_retuning(job, self.buckets, shard=may_shard, frees=frees)
         if updates is not None and frees:
-            engine: Engine = FreeingEngine(job, self, updates, vetoed=job.vetoes_steps)
+            engine: Engine = FreeingEngine(job, self, updates)
         else:
             engine = Engine(job, self, job.step_comm, vetoed=job.vetoes_steps)
         if frees and self.next_forward:

@@ -87,8 +87,9 @@ class Engine:
             return
         self.job.trace.poll_transfers()
         order, buckets = self.layout.order, self.layout.buckets
-        while self.sent < len(order) and buckets[order[self.sent].bucket].whole:
-            self.send_chunk(order[self.sent])
+        while self.sent < len(order) and (bucket := buckets[order[self.sent].bucket]).whole:
+            if not bucket.frozen:
+                self.send_chunk(order[self.sent])
             self.sent += 1
 
     def send_chunk(self, chunk: Chunk) -> None:
@@ -289,10 +290,10 @@ class FreeingEngine(Engine):
 
     allocated = False
 
-    def __init__(self, job: Job, settings: Any, updates: BackwardUpdates, *, vetoed: bool) -> None:
+    def __init__(self, job: Job, settings: Any, updates: BackwardUpdates) -> None:
         self.updates = updates
         buckets = PerTensor() if isinstance(settings.buckets, Planned) else settings.buckets
-        super().__init__(job, replace(settings, buckets=buckets, next_forward=False), job.step_comm, vetoed=vetoed)
+        super().__init__(job, replace(settings, buckets=buckets, next_forward=False), job.step_comm, vetoed=False)
         self.factors = self.comm.channel()
         self.factors.warm(self.layout.buckets[0].flat.device)  # now, and not in the first step
         self.updates.exchange = self

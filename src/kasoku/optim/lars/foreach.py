@@ -20,17 +20,11 @@ from kasoku.core.hardware import is_dense
 
 _SHARED = 2**18  # several threads share a step of at least this many weights
 
-
-def _library() -> Any:
-    try:
-        library = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
-        library.kasoku_lars_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    except (OSError, AttributeError):  # not built, or for another machine, or from other sources
-        return None
-    return library
-
-
-LIBRARY = _library()
+try:
+    LIBRARY: Any = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
+    LIBRARY.kasoku_lars_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+except (OSError, AttributeError):  # not built, or for another machine, or from other sources
+    LIBRARY = None
 
 
 @dataclass(frozen=True)

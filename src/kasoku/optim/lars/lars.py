@@ -14,8 +14,6 @@ from kasoku.core.hardware import laid_out_like
 from kasoku.optim.lars.foreach import LIBRARY, Move, Rule, step_cpu, step_foreach
 from kasoku.optim.param_groups import NonNegative, Share, refuse_nesterov, split
 
-Form = Literal["mlperf", "pytorch", "mxnet"]
-
 
 @dataclass(frozen=True)
 class Trust(Checked):
@@ -33,7 +31,7 @@ class Trust(Checked):
 
     eta: Annotated[float, Range(at_least=0)] = 1e-3
     eps: Annotated[float, Range(at_least=0)] = 0.0
-    form: Form = "mlperf"
+    form: Literal["mlperf", "pytorch", "mxnet"] = "mlperf"
     decoupled: bool = False
 
 
@@ -86,7 +84,7 @@ class LARS(torch.optim.Optimizer):
                     raise InputError(f"{got}: load the optimizer's state of this model")
                 # the weights may have another dtype or device by now
                 state["momentum_buffer"] = torch.zeros_like(p) if buffer is None else laid_out_like(p, buffer.to(p))
-                keep = group["momentum"] * state.pop("scale", 1.0)  # of an older checkpoint
+                keep = group["momentum"]
                 if group["form"] == "mxnet":
                     last = state.get("lr", 0.0)
                     keep *= group["lr"] / last if last else 1.0

@@ -77,8 +77,7 @@ def new_figure(
 ) -> go.Figure:
     """A figure in the style of the page: `height` in pixels, as wide as its container, the legend above."""
     legend = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"}
-    margin = {"l": 8, "r": 12, "t": 8, "b": 8}
-    shared = {"template": {}, "height": height, "margin": margin, "legend": legend}
+    shared = {"template": {}, "height": height, "margin": {"l": 8, "r": 12, "t": 8, "b": 8}, "legend": legend}
     return go.Figure(list(traces), go.Layout(**shared, xaxis={**AXIS, **x}, yaxis={**AXIS, **y}, **layout))
 
 
@@ -142,12 +141,11 @@ def _targets(runs: Sequence[RunRecord], traces: Sequence[Any]) -> list[Any]:
 
 def panels(charts: Sequence[Panel], x_label: str, *, x_log: bool = False) -> list[Chart]:
     """A chart for each panel; a name has one colour in all of them."""
-    order = list(dict.fromkeys(name for panel in charts for name in panel.lines))
+    order = {name: i for i, name in enumerate(dict.fromkeys(name for panel in charts for name in panel.lines))}
     x_axis = {"title_text": plain(x_label), "type": "log" if x_log else "linear"}
     drawn = []
     for number, panel in enumerate(charts):
-        looks = {name: (order.index(name), 6 if panel.markers else 0) for name in panel.lines}
-        traces = [line(plain(name), points, *looks[name]) for name, points in panel.lines.items()]
+        traces = [line(plain(name), points, order[name], 6 * panel.markers) for name, points in panel.lines.items()]
         y_axis = {"title_text": plain(panel.label), "type": "log" if panel.log else "linear", "exponentformat": "power"}
         figure = new_figure(traces, 340, x_axis, y_axis, showlegend=len(traces) > 1)
         drawn.append(Chart(f"panel-{number}", panel.label, figure))
@@ -172,10 +170,8 @@ def ledgers(bars: Sequence[tuple[str, Mapping[str, float]]], *, key: str = "ledg
     for row in names:
         seconds = [float(rows.get(row, 0.0)) for _, rows in bars]
         shares = [s / (total or 1.0) for s, total in zip(seconds, totals, strict=True)]
-        hover = [
-            f"{plain(row)}<br>{s:.3f} s, {share:.1%} of {total:.1f} s"
-            for s, share, total in zip(seconds, shares, totals, strict=True)
-        ]
+        of_bars = zip(seconds, shares, totals, strict=True)
+        hover = [f"{plain(row)}<br>{s:.3f} s, {share:.1%} of {total:.1f} s" for s, share, total in of_bars]
         traces.append(go.Bar(
             x=seconds, y=[*range(len(bars))], name=plain(row), orientation="h", marker_color=row_colour(row, names),
             text=[f"{share:.0%}" if share > 0.07 else "" for share in shares], textposition="inside",
@@ -252,10 +248,8 @@ def accuracies(document: Mapping[str, Any]) -> Chart:
     order = sorted((k for k in range(len(classes)) if sums[k]), key=lambda k: counts[k][k] / sums[k])
     worst = order[:_MAX_CLASSES]
     shares = [counts[k][k] / sums[k] for k in worst]
-    hover = [
-        f"{plain(classes[k], 60)}<br>{counts[k][k]:,} of {sums[k]:,} images: {share:.2%}"
-        for k, share in zip(worst, shares, strict=True)
-    ]
+    both = zip(worst, shares, strict=True)
+    hover = [f"{plain(classes[k], 60)}<br>{counts[k][k]:,} of {sums[k]:,} images: {share:.2%}" for k, share in both]
     bars = go.Bar(
         x=shares, y=list(range(len(worst))), name="accuracy", orientation="h", marker_color=COLOURS[0],
         text=[f"{share:.1%}" for share in shares], textposition="auto", textangle=0, customdata=hover, **HOVER,
@@ -309,8 +303,7 @@ def confusion(document: Mapping[str, Any]) -> Chart:
 def profile(document: Mapping[str, Any]) -> dict[str, Any]:
     """The charts and the tables of profile.json, of what was measured."""
     tables = [(title.capitalize(), (head, rows)) for title, head, rows in profile_tables(document)]
-    charts = [_gaps(document["ranks"])] if document["blocks"] else []
-    return {"charts": charts, "tables": tables}
+    return {"charts": [_gaps(document["ranks"])] if document["blocks"] else [], "tables": tables}
 
 
 def _gaps(ranks: Sequence[Mapping[str, Any]]) -> Chart:

@@ -20,7 +20,7 @@ except ImportError as error:
 
 _MAX_PAIRS = 10  # of true and predicted class, in the table of mistakes
 _EMPTY: dict[str, Any] = {"comparisons": [], "summary": None, "prose": False, "shared": None, "runs": []}
-_DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
+_DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
 
 
 def page(
@@ -115,7 +115,6 @@ def view(run: RunRecord) -> dict[str, Any]:
 
 
 def _ledger(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Bars, the bottlenecks in words, and the medians of a step."""
     step_s, overlapped = document["step_s"], document.get("beside", {})
     return {
         "chart": figures.ledger(document),
@@ -126,7 +125,6 @@ def _ledger(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _classes(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Accuracy by class, confusion, the most frequent mistakes, the worst images."""
     classes, counts = document["classes"], figures.confusion_counts(document)
     pairs = sorted((-n, label, predicted) for label, predicted, n in document["confusion"] if label != predicted)
     mistakes = [
