@@ -24,20 +24,20 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2240,  # settings that are chosen again
-    "optim": 1015,
+    "optim": 1036,
     "models": 847,
-    "device": 778,
-    "data": 4656,
-    "distributed": 6056,  # sharded updates; parameters that are frozen in mid-run
-    "memory": 1891,
-    "tracking": 243,
-    "config": 1509,
-    "tune": 1674,  # forks of a warm process, and halving that continues trials, in kasoku search
-    "simulate": 1348,
-    "report": 2233,
-    "training": 2710,
-    "commands": 1913,  # jobs of ensembles are checked before they wait in a queue
-    "testing": 592,
+    "device": 786,
+    "data": 4684,
+    "distributed": 6060,  # sharded updates; parameters that are frozen in mid-run
+    "memory": 1930,
+    "tracking": 244,
+    "config": 1523,
+    "tune": 1680,  # forks of a warm process, and halving that continues trials, in kasoku search
+    "simulate": 1375,
+    "report": 2255,
+    "training": 2717,
+    "commands": 1920,  # jobs of ensembles are checked before they wait in a queue
+    "testing": 606,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

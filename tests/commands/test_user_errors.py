@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from helpers.photos import coloured_photos
 from kasoku.cli import main
@@ -232,6 +233,10 @@ def test_too_few_outputs_are_said_before_the_start(trained, tmp_path):
 def test_outputs_without_a_class_are_said_in_a_line_and_never_predicted(trained, tmp_path, capsys):
     code, err = trained("nn.Linear(64, num_classes)", "nn.Linear(64, 12)")
     assert code == 0
+    weights = load_file(tmp_path / "run" / "best.safetensors")
+    next(x for x in weights.values() if x.shape == (12,))[11] = 100.0
+    save_file(weights, tmp_path / "run" / "best.safetensors")
+    (tmp_path / "run" / "manifest.json").unlink()
     assert err == "kasoku: mine.Net has 12 outputs, and the data has 10 classes: give it num_classes\n"
     photos = coloured_photos(tmp_path / "photos", classes=1, images=1)
     assert main(["predict", str(tmp_path / "run"), str(photos), "--allow", "mine", "--json"]) == 0

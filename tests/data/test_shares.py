@@ -97,10 +97,13 @@ def test_shares_in_parts_are_accumulated():
 
 def test_with_at_once_a_rank_takes_as_many_parts_as_its_share_has():
     alone = trained(Solo())
-    one, other = Threads(2).run(lambda comm: trained(comm, Shares((24, 8), at_once=8), AllReduce()))
+    shares = Shares((24, 8), at_once=8)
+    one, other = Threads(2).run(lambda c: trained(c, shares, AllReduce(), parts=shares.parts(c.rank, 1)))
     assert [len(index) for index in one.indices] == [8] * 3 * STEPS
     assert [len(index) for index in other.indices] == [8] * STEPS
     assert_near(alone, one)
+    with pytest.raises(InputError, match="at_once=8 makes 3 parts of 24 images, and the loader has 1"):
+        Threads(2).run(lambda comm: trained(comm, shares, AllReduce()))
 
 
 @pytest.mark.parametrize(("norm_batch", "parts"), [(8, 1), (4, 2)])

@@ -229,10 +229,10 @@ def test_what_a_run_has_damaged_is_left_out_and_said(tmp_path, figures):
     assert {chart["key"] for chart in charts_of(out)} == {"loss", "rate", "accuracy", "accuracy-time"}
 
 
-@pytest.mark.parametrize("chosen", [33, 10**400])
-def test_a_chosen_batch_that_was_not_tried_is_left_out_and_said(tmp_path, figures, chosen):
+@pytest.mark.parametrize("damage", [{"chosen": 33}, {"spent_s": 10**400}])
+def test_numbers_of_a_tuning_that_cannot_be_are_left_out_and_said(tmp_path, figures, damage):
     run = shown.run_folder(tmp_path / "bare-1")
-    shown.write(run, tuning={**shown.tuning(), "chosen": chosen})
+    shown.write(run, tuning={**shown.tuning(), **damage})
     out = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(out)]) == 0
     assert "tuning.json is not as expected" in shown.text_of(out)

@@ -337,6 +337,29 @@ def test_a_rank_that_lost_the_run_folder_writes_nothing_into_it(tmp_path: Path) 
     second.close()
 
 
+def test_a_rank_that_comes_while_another_leads_is_answered_and_not_counted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.toml").touch()
+    election = Election()
+    election.folder, election.token = tmp_path, "0123456789"
+    election.addresses = [("127.0.0.1", 1), ("127.0.0.1", 2)]
+    ours, theirs = socket.socketpair()
+    claim = election.claim
+
+    def late(number: int) -> None:
+        election._answer(ours, {"kind": "meet", "token": election.token, "number": number, "rank": 1})
+        claim(number)
+
+    monkeypatch.setattr(election, "claim", late)
+    group = election.elect({1}, 1.0)
+    assert (group.rank, group.addresses, group.number) == (0, election.addresses[:1], 1)
+    theirs.settimeout(5.0)
+    assert json.loads(theirs.recv(1000))["reason"]
+    assert not election._waiting
+    theirs.close()
+
+
 def test_parts_are_spread_as_evenly_as_can_be() -> None:
     recipe = load(RECIPE, ["batch=64", "norm_batch=8"])
     assert part_of(recipe, 2) == 8

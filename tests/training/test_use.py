@@ -111,7 +111,7 @@ def test_a_file_name_that_is_no_text_is_printed_as_it_is(digit_runs, tmp_path):
     folder = os.fsencode(coloured_photos(tmp_path / "photos", classes=1, images=1) / "colour0")
     os.rename(folder + b"/0.jpg", folder + b"/caf\xe9.jpg")
     command = [sys.executable, "-m", "kasoku", "predict", str(digit_runs[0]), os.fsdecode(folder)]
-    shown = subprocess.run(command, capture_output=True, check=True, env=clean({"PYTHONUTF8": "1"}))
+    shown = subprocess.run(command, capture_output=True, check=True, env=clean({"PYTHONIOENCODING": "utf-8:strict"}))
     assert b"/caf\xe9.jpg," in shown.stdout
 
 

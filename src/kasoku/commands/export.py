@@ -97,7 +97,7 @@ def _weights(members: Sequence[Trained]) -> dict[str, Tensor]:
     plain = networks if len(members) > 1 else members[0].job.model
     return {
         name: w.clone(memory_format=torch.contiguous_format) for name, w in plain.state_dict().items()
-    }  # also tied ones
+    }  # safetensors refuses shared memory
 
 
 def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, Any]:

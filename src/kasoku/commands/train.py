@@ -231,7 +231,9 @@ def _time_row(training: "Training") -> dict[str, str]:
 
     try:
         seconds = estimated_s(training)
-    except InputError:  # on all ranks: no memory for a copy
+    except InputError as error:
+        if not error.memory_short:  # on all ranks: for a copy beside the job
+            raise
         return {}
     unit, unit_s = next((unit for unit in (("s", 1), ("min", 60)) if seconds < 120 * unit[1]), ("h", 3600))
     return {"time": f"about {max(1, round(seconds / unit_s))} {unit} on this machine, from a few steps"}

@@ -123,7 +123,9 @@ def _refusal(dotted: str, path: str) -> InputError:
         lacking = f"there is no module {top} on the import path; if the run used its own, add --allow {top}"
         return InputError(f'{path} = "{dotted}": {lacking}')
     advice = "" if top in sys.stdlib_module_names else f"; if you trust it, add --allow {top}"
-    wanted = "kasoku's names, layers, losses and optimizers of torch, networks of torchvision and timm"
+    wanted = (
+        "kasoku's names, layers and functions of torch.nn, networks and transforms of torchvision, networks of timm"
+    )
     return InputError(f'{path} = "{dotted}": not a name that a recipe may use ({wanted}){advice}')
 
 

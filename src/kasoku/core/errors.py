@@ -26,9 +26,10 @@ class InputError(ValueError):
 
     The command prints the line without a traceback and exits with 2. `gone`: a source no longer answers; it may be
     back later, so what was trained until then is saved. `resumable`: the training has a checkpoint to go on from.
+    `memory_short`: there is none for what was asked.
     """
 
-    gone = resumable = False
+    gone = resumable = memory_short = False
 
 
 class CorruptionError(RuntimeError):

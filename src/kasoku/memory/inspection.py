@@ -157,7 +157,7 @@ class CallLog(TorchFunctionMode):
         self.others = Call("", ())  # has the bytes of all calls that are not supported
         self.calls: list[Call] = []
         self.now: Call | None = None  # the supported call that runs
-        self.counted = {memory_of(t) for t in (x, *model.parameters(), *model.buffers())}  # memory; or it need not be
+        self.counted = {memory_of(t) for t in (x, *model.parameters(), *model.buffers())}  # or need not be
         self.alive: list[Tensor] = []  # tensors whose addresses must not be used again
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

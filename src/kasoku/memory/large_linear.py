@@ -42,7 +42,8 @@ class LinearInBackward(BoundToModel):
     def rule(self) -> int | None:
         """The number of the weight's parameter group, the same on all ranks; None unless it is SGD with momentum."""
         job, exchange, weight = self.updates.job, self.updates.exchange, self.layer.weight
-        if job.accumulate > 1 or type(job.optimizer) is not torch.optim.SGD or not self.updates.active():
+        parts = job.accumulate > 1 or getattr(job.plain_loader, "at_once", 0) > 0  # at_once: more on some ranks
+        if parts or type(job.optimizer) is not torch.optim.SGD or not self.updates.active():
             return None
         if exchange is not None and exchange.bucket_bytes(weight) > weight.nbytes:
             return None  # shares its bucket

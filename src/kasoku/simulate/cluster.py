@@ -41,7 +41,7 @@ class Gpu(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.least > self.most:
-            raise InputError(f"least={self.least} is above most={self.most}: smallest and largest measured batch")
+            raise InputError(f"least={self.least} is above most={self.most}: give the smallest batch as least")
 
 
 @dataclass(frozen=True)

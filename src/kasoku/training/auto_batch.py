@@ -162,7 +162,8 @@ def show(tuned: TunedRecipe) -> None:
             step = f"{1e3 * sample.step_s:.3g} ({1e3 * sample.low_s:.3g} to {1e3 * sample.high_s:.3g})"
             used = f"{sample.utilisation:.0%}" if math.isfinite(sample.utilisation) else "-"
             cells = [step, f"{sample.images_per_s:,.0f}", f"{sample.input_s / sample.step_s:.0%}", used]
-        rows.append([f"{sample.batch:,}", *cells, f"{result.epochs[i]:.3g}" if result.epochs else "-"])
+        epochs = result.epochs[i] if result.epochs else math.inf
+        rows.append([f"{sample.batch:,}", *cells, f"{epochs:.3g}" if math.isfinite(epochs) else "-"])
     print_table("", rows, ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs"))
     rates = ", ".join(f"{path} {rate * recipe.rate_scale:.4g}" for path, rate in rates_of(recipe).items())
     scaled = f"x {recipe.rate_scale:.4g} ({recipe.scaling}, from {recipe.reference_batch:,}): {rates}"

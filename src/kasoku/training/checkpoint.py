@@ -104,7 +104,7 @@ def restore(state: RunState, content: dict[str, Any]) -> None:
     state.job.load_state_dict(content["job"])
     state.progress = Progress(**content["progress"])
     state.mark_position()
-    if not 0 < state.recipe.evaluate.target <= state.progress.best:  # another target than before, or none
+    if not 0 < state.recipe.evaluate.target <= state.progress.best:  # a target above the best so far, or none
         state.progress.reached_s = None
     state.target_reached = state.recipe.evaluate.stop and state.progress.reached_s is not None
 

@@ -91,7 +91,9 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         trial = _on_all_ranks(job.comm, lambda: Trial(job, strategy.needs), "copy its model or read its data")
         if trial is None:
             kind = SharedInputError if job.comm.rank == 0 else ReportedElsewhereError
-            raise kind("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
+            short = kind("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
+            short.memory_short = True
+            raise short
         if any(technique.compiles_model for technique in job.applied):
             # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
             stack.enter_context(recompile_limit(_COMPILED_FORMS))

@@ -181,7 +181,7 @@ class BatchSizeResult:
         """The contents of tuning.json."""
         samples = []
         for sample, epochs in zip(self.samples, self.epochs or [None] * len(self.samples), strict=True):
-            goodput = sample.images_per_s / epochs if epochs else None
+            goodput = sample.images_per_s / epochs if epochs and math.isfinite(epochs) else None
             derived = {"images_per_s": sample.images_per_s, "epochs": epochs, "goodput": goodput}
             samples.append(asdict(sample) | derived)
         document = {"chosen": self.batch, **asdict(self), "samples": samples}
@@ -252,7 +252,9 @@ class SizeSearch:
         if not good:
             first = self.samples[0]
             advice = "start with a smaller batch, or take a smaller model or a device with more memory"
-            raise InputError(f"batch={first.batch}: {first.failed}: {advice}")
+            short = InputError(f"batch={first.batch}: {first.failed}: {advice}")
+            short.memory_short = True
+            raise short
         return sorted(good, key=lambda s: s.batch)
 
     def result(

@@ -1,1 +1,1 @@
-"""What varies training images, and how many and how large they are; no draw depends on an earlier one."""
+"""Augmentation, and schedules of batch and image size. No draw depends on an earlier one."""

@@ -203,7 +203,7 @@ class Loader:
         """A loader of the first `images` training images (0: all) in order, each once, unvaried, for statistics.
 
         Batches are as large as this one's parts; its position does not move. Images
-        that cannot be decoded count in it too.
+        that it cannot decode are added to this loader's `skipped`.
         """
         pipeline = self.pipeline.with_(
             shuffled=False,

@@ -57,8 +57,9 @@ class Shares(Technique, stage=Stage.DATA, shares_batch=True, in_sandbox=False):
     Args:
         images: of a batch, for each rank in rank order, each at least 1; `by_speed` gives them. Empty: equal
             shares, with `follow`.
-        at_once: the images of a part, 0 or more; a rank takes as many parts as its share has, one after the other. 0:
-            all ranks take equally many parts.
+        at_once: the images of a part, 0 or more. Loader and job then have as many parts as this rank's share, and it
+            takes them one after the other; `kasoku train` sets it where ranks were lost. 0: all ranks take equally
+            many parts.
         follow: every 15 steps the ranks compare their computing times. Where the slowest takes 7 % more than the mean,
             twice in a row, shares follow the speeds, and are taken back unless a step takes 2 % less time. Not with
             at_once, Asynchronous, AllReduce(exact=true), GrowBatch. Each 15th `optimizer.step()` is then collective.
@@ -90,7 +91,10 @@ class Shares(Technique, stage=Stage.DATA, shares_batch=True, in_sandbox=False):
         if len(images) != ranks or sum(images) != plain.batch or any(n % unit for n in images):
             got = f"images={images} for {ranks} ranks, batch={plain.batch} in {parts} parts"
             of = "at_once" if self.at_once else "the parts"
-            raise InputError(f"Shares: {got}: a multiple of {of} for each rank, that add up to the batch")
+            raise InputError(f"Shares: {got}: give each rank a multiple of {of}; the shares must add up to the batch")
+        if (own := self.parts(job.comm.rank, parts)) != parts:
+            got = f"at_once={self.at_once} makes {own} parts of {images[job.comm.rank]} images"
+            raise InputError(f"Shares: {got}, and the loader has {parts}: leave at_once out, or set parts={own} there")
         unfit = (t for t in job.applied if t.is_asynchronous or t.sums_exactly or isinstance(t, GrowBatch))
         if self.follow and (self.at_once or any(unfit)):
             refused = "not with at_once, Asynchronous, AllReduce(exact=true) or GrowBatch"
@@ -103,9 +107,7 @@ class Shares(Technique, stage=Stage.DATA, shares_batch=True, in_sandbox=False):
             weighted = value * (len(y_N) * ranks * plain.parts / plain.batch)
             return weighted.detach() + (value - value.detach()) if exact else weighted
 
-        own = self.parts(job.comm.rank, parts)
-        job.patch(job, "accumulate", job.accumulate * own // parts)
-        job.configure_loader(shares=images, at_once=self.at_once, parts=own)
+        job.configure_loader(shares=images, at_once=self.at_once)
         job.patch(job, "loss", loss)
         if self.follow:
             following = _Following(job, plain, images)

@@ -48,7 +48,7 @@ class ThreadPool:
         return future
 
     def resize(self, size: int) -> None:
-        """Changes the number of threads; those too many end once the tasks submitted so far have begun."""
+        """Changes the number of threads; surplus ones end once all tasks so far have begun."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         for _ in range(size - self.size):
             thread = threading.Thread(target=self._work, name="kasoku-decode", daemon=True)

@@ -43,7 +43,9 @@ def keep(path: Path, data: bytes) -> None:
 
 
 class Pieces:
-    """What was read of the remote files below one root, in messages `shown`. limit_bytes: of all processes; 0: none.
+    """A cache of pieces of the remote files below one root.
+
+    `shown`: that root in messages. `limit_bytes`: for all processes together; 0 keeps nothing.
 
     The file `used` grows by one byte for each block kept.
     """

@@ -162,7 +162,8 @@ class _RunningStatistics:
         off = first / groups.clamp(min=1)
         variance = second / groups.clamp(min=1) - off * off
         variance *= values / (values - 1).clamp(min=1)  # torch's running variance is the unbiased one
-        fixed = momentum(self.average, len(job.loader) / job.accumulate) if self.average else None  # type: ignore
+        updates = len(job.loader) / job.accumulate if self.average else 0.0  # type: ignore[arg-type]
+        fixed = momentum(self.average, updates) if self.average else None
         momenta = [norm.momentum if fixed is None else fixed for norm in self.norms]
         for i, norm in enumerate(self.norms):
             if momenta[i] is None:  # torch: the plain mean of all updates so far

@@ -56,7 +56,8 @@ class Bucket:
     @property
     def whole(self) -> bool:
         """Whether it has all its gradients; a parameter that was frozen since gets none."""
-        return all(p in self.versions for p in self.views if p.requires_grad)
+        few = len(self.views) - len(self.versions) <= len(self.idle)  # else there is nothing to look for
+        return few and all(p in self.versions for p in self.views if p.requires_grad)
 
     @property
     def frozen(self) -> bool:

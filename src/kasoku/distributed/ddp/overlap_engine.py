@@ -111,9 +111,9 @@ class Engine:
         self.layout.refuse_changed(self.layout.buckets)
         if skip_unused:
             self.layout.fill_missing(self.ranks)
-            self.send()
         else:
             self.layout.refuse_missing()
+        self.send()
         late = self.late
         if self.profiler is not None:
             late = late and self.profiler.allows_late_updates
@@ -337,6 +337,7 @@ class FreeingEngine(Engine):
         if bucket.pending:
             self.layout.refuse_changed([bucket])
             self.hyper = self.updates.settings()
+            bucket.idle = frozenset(p for p in bucket.views if not p.requires_grad)
             super().update(bucket)
             bucket.free()
             for p in bucket.views:

@@ -20,7 +20,7 @@ except ImportError as error:
 
 _MAX_PAIRS = 10  # of true and predicted class, in the table of mistakes
 _EMPTY: dict[str, Any] = {"comparisons": [], "summary": None, "prose": False, "shared": None, "runs": []}
-_DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
+_DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def page(

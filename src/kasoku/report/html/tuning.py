@@ -17,7 +17,9 @@ OfStep = Callable[[int, float], float]  # (batch, seconds of a step) -> what is 
 def tuning(document: Mapping[str, Any]) -> list[Chart]:
     """Speed and goodput, time per image and utilization over the batch size ([002] Fig. 1, 2); marks the chosen one."""
     samples = sorted(document["samples"], key=lambda s: s["batch"])
-    chosen = next(s for s in reversed(samples) if s["batch"] == document["chosen"] and not s["failed"])
+    chosen = next((s for s in reversed(samples) if s["batch"] == document["chosen"] and not s["failed"]), None)
+    if chosen is None:
+        raise ValueError(f"chosen={document['chosen']}: none of its samples")
     spent = f"{document['spent_s']:.1f} s" + (f" of {document['budget_s']:g}" if document["budget_s"] else "")
     speed = f"{chosen['images_per_s']:,.1f} images/s, {_step(chosen)}; tuning took {spent}"
     note = f"Chosen by {document['strategy']}: batch {chosen['batch']}, {speed}. {document['why']}."
