@@ -28,14 +28,14 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 847,
     "device": 786,
     "data": 4684,
-    "distributed": 6060,  # sharded updates; parameters that are frozen in mid-run
+    "distributed": 6065,  # sharded updates; parameters that are frozen in mid-run
     "memory": 1930,
     "tracking": 244,
     "config": 1523,
     "tune": 1680,  # forks of a warm process, and halving that continues trials, in kasoku search
     "simulate": 1375,
     "report": 2255,
-    "training": 2717,
+    "training": 2720,
     "commands": 1920,  # jobs of ensembles are checked before they wait in a queue
     "testing": 606,
 }

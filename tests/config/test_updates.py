@@ -8,7 +8,7 @@ from torch import nn
 
 from kasoku.cli import main
 from kasoku.config import recipe as recipes
-from kasoku.config.updates import moments, schedule_warning, updates
+from kasoku.config.updates import data_info, moments, schedule_warning, updates
 from kasoku.core import ArcCotangent, InputError, Linear, Polynomial
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
@@ -194,6 +194,13 @@ def test_dry_run_prints_without_the_data_and_writes_nothing(tmp_path, capsys, mo
         assert shown in out, shown
     assert "published 1,281,167 images" in err
     assert not [*tmp_path.iterdir()]
+
+
+def test_data_that_is_not_here_has_its_published_size_with_what_the_recipe_pads(tmp_path):
+    recipe = recipes.load(FOLDER / "documents" / "002_vgg16_small.toml", [f"data.root={tmp_path}"])
+    facts, note = data_info(recipe)
+    assert facts.side == 32
+    assert "the data is not here" in note
 
 
 def test_dry_run_counts_the_data_that_is_here(capsys):

@@ -302,12 +302,14 @@ def ending(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("settings", [{}, {"unused": "skip"}, {"next_forward": False}, {"shard": True}], ids=str)
 def test_parameters_that_the_schedule_freezes_stay_from_then_on(buckets: Policy, settings: dict[str, Any]) -> None:
     def run(comm: Comm, share: Technique) -> dict[str, Tensor]:
-        job = contracts.make(share, Rate(Linear(epochs=4)), model=Shared(), optimizer=ending, comm=comm)
+        ema = EMA(decay=0.5, warmup=False)
+        job = contracts.make(share, Rate(Linear(epochs=4)), ema, model=Shared(), optimizer=ending, comm=comm)
         spare: list[Tensor] = []
         contracts.train(job, 12, each=lambda: spare.append(contracts.weights(job)["spare.weight"].clone()))
         assert not job.model.spare.weight.requires_grad
         assert torch.equal(spare[-1], spare[-4])
         assert not torch.equal(spare[-1], Shared().spare.weight)
+        assert {*job.kept("ema").updates.values()} == {job.steps}
         return contracts.weights(job)
 
     waiting, hiding = (Threads(2).run(lambda c, s=s: run(c, s)) for s in (AllReduce(), Overlap(buckets, **settings)))
@@ -368,6 +370,23 @@ def test_whoever_reads_parameters_sees_them_updated() -> None:
         return found
 
     assert Threads(2).run(run) == [[True] * 4] * 2
+
+
+def test_what_is_loaded_is_not_changed_by_a_pending_update() -> None:
+    def run(comm: Comm) -> None:
+        job = contracts.make(Overlap(PerLayer(0)), comm=comm)
+        contracts.train(job, 2)
+        good, state = contracts.weights(job), contracts.through_a_file(job.state_dict())
+        good = {name: x.clone() for name, x in good.items()}
+        x_NCHW, y_N = next(iter(job.loader))
+        job.loss(job.model(x_NCHW), y_N).backward()
+        job.optimizer.step()
+        job.model.load_state_dict(good)
+        job.load_state_dict(state)
+        contracts.assert_same(contracts.weights(job), good)
+        assert job.steps == 2
+
+    Threads(2).run(run)
 
 
 def test_the_late_update_takes_the_rates_of_its_own_step() -> None:

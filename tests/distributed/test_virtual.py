@@ -195,6 +195,19 @@ def test_averaged_weights_come_with_the_same_statistics():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_statistics_count_where_the_models_call_is_bypassed():
+    found = []
+    for bypassed in (False, True):
+        job = job_on(parts=4, techniques=[VirtualRanks(8)], dropout=0.0)
+        for number, (x_NCHW, y_N) in enumerate(job.loader, 1):
+            job.backward(job.loss((job.model.forward if bypassed else job.model)(x_NCHW), y_N))
+            if number % 4 == 0:
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+        found.append(weights(job))
+    assert_same(*found)
+
+
 # ---- recalibration
 
 
@@ -328,6 +341,12 @@ def test_a_write_to_the_weights_is_seen_through_data_too():
     first = judged_statistics(job)
     job.model.stage[0].conv.weight.data.mul_(2)
     torch.testing.assert_close(judged_statistics(job)[0], 2 * first[0])
+
+
+def test_recalibration_without_images_is_refused():
+    job = Job(Net(), sgd(Net(), lr=0.1)).apply(Recalibrate())
+    with pytest.raises(InputError, match=r"no image came from the job's loader: give Job\(loader=...\)"):
+        judged_statistics(job)
 
 
 def test_a_generator_is_refused():

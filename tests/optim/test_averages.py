@@ -20,6 +20,17 @@ def judged_weights(job) -> dict[str, torch.Tensor]:
         return {k: v.clone() for k, v in model.state_dict().items()}
 
 
+def test_the_average_of_a_parameter_that_is_frozen_in_mid_run_goes_to_its_value():
+    job = make(EMA(decay=0.5, warmup=False))
+    train(job, 3)
+    p = job.model.head.weight
+    p.requires_grad_(False)
+    p.grad = None
+    train(job, 30)
+    torch.testing.assert_close(judged_weights(job)["head.weight"], p.detach())
+    assert {*job.kept("ema").updates.values()} == {job.steps}
+
+
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("warmup", [False, True])
 def test_ema_is_the_formula_and_leaves_training_alone(every: int, warmup: bool):

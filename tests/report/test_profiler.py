@@ -258,6 +258,11 @@ def test_ranks_that_take_no_common_step_are_not_profiled_together():
         _recipe(arguments, 2)
 
 
+def test_a_batch_that_grows_is_profiled_in_whole_steps(tmp_path: Path):
+    grows = ["--set", "techniques.1.use=kasoku.data.GrowBatch", "--set", "epochs=3", "--set", "norm_batch=32"]
+    assert main(["profile", str(RECIPE), "--steps", "10", *grows, "--out", str(tmp_path / "found")]) == 0
+
+
 def test_what_cannot_be_profiled_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["profile", str(RECIPE), "--steps", "0"]) == 2
     assert capsys.readouterr().err == "kasoku: --steps 0: at least 1 step is wanted\n"

@@ -214,6 +214,27 @@ def test_resuming_with_more_epochs_stretches_the_schedule(tmp_path, capsys):
     assert [lr for _, lr in later] == pytest.approx([peak * (1 - epoch / 4) for epoch, _ in later], rel=1e-2)
 
 
+def test_more_epochs_of_a_batch_that_grows_are_all_of_them(tmp_path):
+    run = tmp_path / "run"
+    grows = ["--set", "techniques.1.use=kasoku.data.GrowBatch", "--set", "evaluate.target=0"]
+    settings = [*grows, "--set", "epochs=3", "--set", "device.threads=1", "--quiet"]
+    assert train(str(RECIPE), *settings, "--out", str(run)) == 0
+    assert json.loads((run / "result.json").read_text())["steps"] == 22 + 11 + 5
+    assert train("--resume", str(run), "--set", "epochs=6", "--quiet") == 0
+    result = json.loads((run / "result.json").read_text())
+    assert (result["epochs"], result["steps"]) == (6, 22 + 11 + 5 + 11 + 5 + 5)
+
+
+def test_a_run_goes_on_in_another_precision(tmp_path):
+    run = tmp_path / "run"
+    settings = ["--set", "evaluate.stop=false", "--set", "device.threads=1", "--quiet"]
+    assert train(str(RECIPE), *settings, "--set", "epochs=1", "--out", str(run)) == 0
+    for epochs, precision in ((2, "fp16"), (3, "fp32")):  # with loss scaling, and without
+        more = ["--set", f"epochs={epochs}", "--set", f"device.precision={precision}"]
+        assert train("--resume", str(run), *more, "--quiet") == 0
+    assert json.loads((run / "result.json").read_text())["epochs"] == 3
+
+
 def test_what_holds_up_the_latest_steps_is_shown_and_in_the_metrics(tmp_path, capsys, monkeypatch):
     verdict = StepBottleneck("input-bound", 0.25, "", "")
     monkeypatch.setattr(metrics.LiveVerdict, "judge", lambda self, facts: (verdict, facts().batch == 64))

@@ -26,11 +26,15 @@ class Moment:
     momentum: float | None  # as it acts: corrected where the rule corrects it; None: the rule has none
 
 
-def updates(recipe: Recipe, images: int) -> int:
-    """The updates of a training on this number of images."""
-    whole = math.floor(recipe.epochs)
+def updates(recipe: Recipe, images: int, since: float = 0.0) -> int:
+    """The updates of a training on this number of images, from the epoch `since` on; 0 or less if that is its end."""
     counts = [updates_in_epoch(recipe, images, epoch) for epoch in range(math.ceil(recipe.epochs))]
-    return sum(counts[:whole]) + (round((recipe.epochs - whole) * counts[-1]) if len(counts) > whole else 0)
+
+    def until(epoch: float) -> int:
+        whole = math.floor(epoch + 1e-9)
+        return sum(counts[:whole]) + (round((epoch - whole) * counts[whole]) if whole < len(counts) else 0)
+
+    return until(recipe.epochs) - until(since)
 
 
 def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
@@ -94,7 +98,8 @@ def data_info(recipe: Recipe) -> tuple[Facts, str]:
     except InputError as error:
         if (known := PUBLISHED.get(recipe.data.use)) is None:
             raise
-        known = replace(known, side=recipe.data.keys.get("size", known.side))
+        keys = recipe.data.keys
+        known = replace(known, side=keys.get("size", known.side + 2 * keys.get("pad", 0)))
         if known.side < 1:
             raise InputError(f"data.size={known.side}: at least 1 pixel") from error
         return known, f"the data is not here ({error}): counted with the published {known.images:,} images"

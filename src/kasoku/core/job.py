@@ -84,9 +84,8 @@ class Job:
         self._since: tuple[float, ...] = (0, 0.0)  # steps and epochs when the length of an epoch changed last
         self._make_optimizer = optimizer
         self._optimizer: Optimizer | None = None
-        self._stepping: list[Tensor] = []
+        self._stepping, self._kept = list[Tensor](), dict[str, Stateful]()
         self._backwards: dict[Tensor, int] = {}  # how many each parameter has had since the last step
-        self._kept: dict[str, Stateful] = {}
         self._hooks: defaultdict[str, list[Callable[..., object]]] = defaultdict(list)  # by the name of their moment
         self._around_evaluation: list[tuple[bool, Around]] = []
         if hasattr(loader, "trace"):
@@ -228,7 +227,7 @@ class Job:
         type(optimizer).step(twin)
         changed = [k for k, v in vars(twin).items() if k in before and before[k] is not v and k not in _SET_BY_TORCH]
         groups = zip(twin.param_groups, settings, strict=True)
-        changed += [f"param_groups[{k!r}]" for g, h in groups for k in g if k != "params" and g[k] is not h[k]]
+        changed += [f"param_groups[{k!r}]" for g, h in groups for k in g if k != "params" and g[k] is not h.get(k)]
         if changed or not all(isinstance(key, Tensor) for key in optimizer.state):
             what = f"self.{changed[0]}" if changed else "state of its own"
             got = f"optimizer {type(optimizer).__name__} keeps {what} outside state[p]"

@@ -45,9 +45,10 @@ def _half(forward: Callable[..., Any], kind: str, dtype: torch.dtype, *args: Any
 class LossScale(Technique, stage=Stage.GRADIENT, vetoes_steps=True):
     """Scales the gradient up through the backward pass, so that fp16 does not round small ones to zero.
 
-    The loss itself is not changed. A step whose gradients are not all finite is left out, on every rank, and the scale
-    is divided by `factor`; after `every` good steps it is multiplied by it. Under Overlap each rank looks at its own
-    gradients as they are sent, so the decision waits for no bucket and updates stay behind the next forward. Beside
+    The loss itself is not changed. A loop takes it from `job.loss`: the gradients of another loss would be divided by a
+    scale that did not multiply them. A step whose gradients are not all finite is left out, on every rank, and the
+    scale is divided by `factor`; after `every` good steps it is multiplied by it. Under Overlap each rank looks at its
+    own gradients as they are sent, so the decision waits for no bucket and updates stay behind the next forward. Beside
     Asynchronous each rank (or node) has a scale of its own.
 
     Args:

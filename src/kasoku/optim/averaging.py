@@ -59,11 +59,16 @@ class _Average:
         self.names = {p: n for n, p in self.params.items()}
         self.averages: dict[str, Tensor] = {}
         self.updates: dict[str, int] = {}
+        self.frozen: list[tuple[str, Tensor]] = []  # parameters that were before this step: no update tells of them
         job.after_update(lambda params: self.advance((self.names[p], p) for p in params if p in self.names))
-        job.after_step(lambda: self.advance(self.buffers().items()))
+        job.before_step(self.note_frozen)
+        job.after_step(lambda: self.advance([*self.frozen, *self.buffers().items()]))
         job.at_sync_point(lambda steps: self.advance({**self.params, **self.buffers()}.items(), steps))
         job.keep("ema", self)
         job.around_evaluation(self.stepped_in)
+
+    def note_frozen(self) -> None:
+        self.frozen = [(n, p) for n, p in self.params.items() if not p.requires_grad and p.grad is None]
 
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for n, b in self.job.model.named_buffers() if b.is_floating_point()}

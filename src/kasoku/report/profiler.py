@@ -141,8 +141,10 @@ class Profiler:
         with ExitStack() as hooks:
             for handle in block_hooks(self.blocks, event) if inside else ():
                 hooks.enter_context(handle)
-            for _ in range(job.accumulate):
-                x_NCHW, y_N = next(self.batches)
+            done = 0
+            while done < job.accumulate:
+                x_NCHW, y_N = next(self.batches)  # with it the number of parts may grow
+                done += 1
                 event("", "input over")
                 loss = job.loss(job.model(x_NCHW), y_N)
                 job.backward(loss)

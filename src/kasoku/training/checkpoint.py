@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
+from kasoku.config.updates import updates
 from kasoku.core import InputError, say, summary
 from kasoku.core.files import digest, flush, load_weights, read_json, write_error
 from kasoku.distributed.consensus import run_on_all_ranks
@@ -101,7 +102,15 @@ def resume_from_checkpoint(state: RunState) -> None:
 
 def restore(state: RunState, content: dict[str, Any]) -> None:
     """Goes on from the content of a checkpoint, once the model has its weights. Not collective."""
+    kept = content["job"]["kept"]
+    try:  # with another precision, scales are left out, or begin anew
+        kept.setdefault("loss_scale", state.job.kept("loss_scale").state_dict())
+    except KeyError:
+        kept.pop("loss_scale", None)
     state.job.load_state_dict(content["job"])
+    rest = updates(state.recipe, state.job.plain_loader.images, state.job.progress)
+    # the number of epochs may be another, and with it when a batch grows
+    state.training = replace(state.training, total_steps=state.job.steps + rest)
     state.progress = Progress(**content["progress"])
     state.mark_position()
     if not 0 < state.recipe.evaluate.target <= state.progress.best:  # a target above the best so far, or none

@@ -84,6 +84,8 @@ def _measured_statistics(job: Job, images: int) -> Iterator[None]:
     for rank_3C in ranks_R3C:
         _add(whole_3C, rank_3C)
     n_C, mean_C, squares_C = whole_3C
+    if not n_C.any():
+        raise InputError("Recalibrate: no image came from the job's loader: give Job(loader=...) the training images")
     old = [x.clone() for x in running]
     torch._foreach_copy_(running, [*mean_C.split(sizes), *(squares_C / n_C.clamp(min=1)).split(sizes)])
     try:
@@ -98,7 +100,7 @@ def _batches(job: Job, images: int) -> Iterator[Batch]:
         yield from iterate_on_all_ranks(job.comm, loader.survey(images))
         return
     state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
-    if state is None and iter(loader) is loader:
+    if state is None and isinstance(loader, Iterator):
         once = f"a {type(loader).__name__} can be passed over only once"
         raise InputError(f"Recalibrate: {once}: give a loader that starts anew with each iter()")
     seen = 0

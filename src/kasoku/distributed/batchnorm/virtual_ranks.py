@@ -142,6 +142,7 @@ class _RunningStatistics:
     @torch.no_grad()
     def move(self) -> None:
         """Updates the running statistics by the sums since the last update; the host reads no value."""
+        self.add()  # of a forward that called parts of the model
         job, seen = self.job, max(self.groups)
         batch = getattr(job.plain_loader, "batch", 0)
         own = batch // job.comm.size if isinstance(batch, int) else 0

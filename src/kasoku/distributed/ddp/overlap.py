@@ -98,8 +98,9 @@ class Overlap(Technique):
 
         job.document("buckets.json", document)
         engine.layers.before(job, engine.enter)
-        saving: Any = job.model.register_state_dict_pre_hook
-        job.on_close(saving(lambda *_: engine.drain()).remove)
+        model: Any = job.model
+        job.on_close(model.register_state_dict_pre_hook(lambda *_: engine.drain()).remove)
+        job.on_close(model.register_load_state_dict_pre_hook(lambda *_: engine.drain()).remove)
         job.on_close(engine.reduce.settle)
         if self.shard and not isinstance(self.buckets, Planned):
             engine.change_plan(engine.layout.plan, True)
