@@ -105,11 +105,14 @@ def _batches(job: Job, images: int) -> Iterator[Batch]:
         raise InputError(f"Recalibrate: {once}: give a loader that starts anew with each iter()")
     seen = 0
     try:
-        for x_NCHW, y_N in loader:
-            yield x_NCHW, y_N
-            seen += len(y_N) * job.comm.size
-            if images and seen >= images:
-                break
+        for _ in range(2 if state is not None else 1):  # what is left of an epoch may be nothing
+            for x_NCHW, y_N in loader:
+                yield x_NCHW, y_N
+                seen += len(y_N) * job.comm.size
+                if images and seen >= images:
+                    return
+            if seen:
+                return
     finally:
         if state is not None:
             loader.load_state_dict(state)
