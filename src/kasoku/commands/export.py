@@ -95,9 +95,8 @@ def _writer(arguments: ExportArguments, members: Sequence[Trained], facts: Mappi
 def _weights(members: Sequence[Trained]) -> dict[str, Tensor]:
     networks = nn.ModuleDict({member.path.name: member.job.model for member in members})
     plain = networks if len(members) > 1 else members[0].job.model
-    return {
-        name: w.clone(memory_format=torch.contiguous_format) for name, w in plain.state_dict().items()
-    }  # safetensors refuses shared memory
+    # copies: safetensors refuses tensors that share memory, as tied weights do
+    return {name: w.clone(memory_format=torch.contiguous_format) for name, w in plain.state_dict().items()}
 
 
 def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, Any]:

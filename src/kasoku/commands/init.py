@@ -29,9 +29,8 @@ def run(arguments: InitArguments) -> int:
         recipe = recipe_for(source, None)
     else:
         recipe = load(source)
-    write_text(
-        out, "\n".join([f"# Train it: kasoku train {out}", *_commented(tomllib.loads(dumps(recipe)), Recipe), ""])
-    )
+    lines = _commented(tomllib.loads(dumps(recipe)), Recipe)
+    write_text(out, "\n".join([f"# Train it: kasoku train {out}", *lines, ""]))
     print(f"{out}: written; train it with: kasoku train {out}")
     return 0
 

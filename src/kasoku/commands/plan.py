@@ -4,7 +4,6 @@ It writes the recipe with the chosen batch, groups and reducer; launch.sbatch, w
 times that are expected, item by item.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from kasoku.config import trust
 from kasoku.config.recipe import batches_of_points, dumps, read_document
 from kasoku.config.updates import updates
 from kasoku.core import InputError, say
-from kasoku.core.files import write_text
+from kasoku.core.files import json_text, write_text
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
 from kasoku.distributed.ddp.bucket_plan import ddp_caps, search
 from kasoku.report import print_table
@@ -95,6 +94,6 @@ def _write(chosen: Choice, folder: Path, original: Path, figures: Mapping[str, A
     text = dumps(planned_recipe(chosen))  # raises before anything is written
     write_text(file, text)
     write_text(folder / "launch.sbatch", script)
-    write_text(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
+    write_text(folder / "plan.json", json_text(expected))
     print(f"{folder}: {file.name}, launch.sbatch, plan.json")
     return expected

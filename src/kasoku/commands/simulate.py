@@ -4,13 +4,12 @@ It writes simulation.json (all figures), report.html (a step, drawn as on the pa
 sweep.html (throughput by several ways to share gradients, over GPUs, images a GPU, batches or sizes of groups).
 """
 
-import json
 import re
 
 from kasoku.commands.arguments import SimulateArguments
 from kasoku.config import toml
 from kasoku.core import InputError, say
-from kasoku.core.files import write_text
+from kasoku.core.files import json_text, write_text
 from kasoku.distributed.ddp.bucket_plan import table
 from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
@@ -49,7 +48,7 @@ def run(arguments: SimulateArguments) -> int:
         speedups = {name: [(x, s.images_per_s / alone[name]) for x, s in line] for name, line in lines.items()}
         document["sweep"] = {"axis": axis, "images_a_gpu": each, "parts": parts, "points": points, "speedups": speedups}
     folder = output_folder(arguments.out, arguments.recipe, "simulated")
-    write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
+    write_text(folder / "simulation.json", json_text(document))
     files = ["simulation.json"]
     try:
         from kasoku.report.html.page import draw, page  # plotly and jinja2 may be missing

@@ -274,8 +274,9 @@ class TimeToTarget(Checked):
             _ = tries.good  # raises: no size fits
         tries = replace(tries, least=max(tries.least, sizes[0]), most=min(tries.most, sizes[-1]))
 
+        logs = [*map(math.log, sizes)]
+
         def epochs(batch: int) -> float:
-            logs = [*map(math.log, sizes)]
             return float(np.interp(math.log(batch), logs, values, left=math.inf, right=math.inf))
 
         best, in_time = search_sizes(tries, lambda b, step_s: b / step_s / epochs(b), least_gain=self.least_gain)
