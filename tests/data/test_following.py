@@ -121,8 +121,9 @@ def test_resumed_it_trains_to_the_same_bits(stop: int) -> None:
 
 def test_where_it_cannot_follow_it_says_so() -> None:
     def apply(comm: Comm) -> None:
-        batches = loader(digits(), "train", BATCH, comm=comm)
-        for technique, more in ((Shares((16, 16), 8, follow=True), AllReduce()), (Shares(follow=True), Asynchronous())):
+        batches = loader(digits(), "train", BATCH, comm=comm, parts=2)
+        shares = Shares((16, 16), 8, follow=True)
+        for technique, more in ((shares, AllReduce()), (Shares(follow=True), Asynchronous())):
             job = Job(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), rule, loader=batches, comm=comm)
             with pytest.raises(InputError, match="not with at_once, Asynchronous"):
                 job.apply(technique, more)
