@@ -4,7 +4,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,13 @@ from helpers.photos import photos_command
 from helpers.started import RECIPE, started
 from kasoku.cli import main
 from kasoku.config.recipe import load
-from kasoku.core import Comm, InputError, Solo, Threads
+from kasoku.core import Batch, Comm, InputError, Job, Solo, Threads
 from kasoku.data import Dataset, GoneError, loader, order
 from kasoku.data.loading import executor
 from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
-from kasoku.training.batches import BatchBarrier
+from kasoku.optim import sgd
+from kasoku.training.batches import BatchBarrier, batches
 from kasoku.training.run_folder import run_folder
 from kasoku.training.trainer import build, fit
 
@@ -125,6 +126,31 @@ SETTINGS = (
 
 def made(**more: float) -> Dataset:
     return Dataset("made", ("even", "odd"), Photos(40), Photos(16), 3, (8, 8), (0.5,) * 3, (0.25,) * 3, **more)
+
+
+@pytest.mark.parametrize("lost", [{}, {5: InputError("5: damaged")}], ids=["whole", "damaged"])
+def test_the_parts_of_a_share_pass_through_the_techniques_in_turn(lost: dict[int, InputError]) -> None:
+    data = made(max_bad_fraction=0.1)
+    data.train.lost = lost
+
+    def run(comm: Comm) -> str:
+        parts = (3, 1)[comm.rank]
+        images = loader(data, "train", 8, comm=comm, parts=parts, shares=(6, 2), at_once=2, threads=1)
+        job = Job(torch.nn.Linear(1, 1), sgd, loader=images, comm=comm, accumulate=parts)
+        events = ""
+
+        def noted(inner: Iterable[Batch]) -> Iterator[Batch]:
+            nonlocal events
+            for batch in inner:
+                events += "m"
+                yield batch
+
+        job.around_loader(noted)
+        for _ in batches(job, Activity(0.0), BatchBarrier(comm)):
+            events += "t"
+        return events
+
+    assert Threads(2).run(run) == ["mt" * 5 * 3, "mt" * 5]
 
 
 Lost = dict[str, dict[int, InputError]]  # split -> index -> what reading it raises

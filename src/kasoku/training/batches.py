@@ -209,25 +209,30 @@ def batches(job: Job, activity: Activity, barrier: "BatchBarrier") -> Iterator[B
     if barrier.comm.size == 1 or loader.skipped is None:  # memory does not fail
         yield from own_batches(job.loader, activity)
         return
+    loader.whole_shares = True
     with closing(own_batches(job.loader, activity)) as own:  # an error's traceback would keep its threads
+        rest = 0  # parts of this rank's share that are still to come: the loader has them all
         while True:
-            batch: list[Batch] = []  # or all parts of it, where ranks have unequally many
             failure: InputError | None = None
-            together = loader.parts if loader.at_once else 1
+            batch: list[Batch] = []
             try:
-                batch.extend(islice(own, together))
+                batch += islice(own, 1)
             except InputError as error:
                 failure = error
             if not batch and not failure:
                 return  # all ranks have equally many
-            with job.trace.span("wait", "the other ranks' input"):
-                passes = barrier.passes(failure, loader.safe_batches // together)
-            if not passes:
-                if barrier.comm is job.comm:
-                    raise_on_all_ranks(job.comm, failure)
-                raise failure or ReportedElsewhereError("another rank of this node has no batch")
-            while batch:
-                yield batch.pop(0)
+            if not rest:
+                rest = together = loader.parts if loader.at_once else 1
+                with job.trace.span("wait", "the other ranks' input"):
+                    passes = barrier.passes(failure, loader.safe_batches // together)
+                if not passes:
+                    if barrier.comm is job.comm:
+                        raise_on_all_ranks(job.comm, failure)
+                    raise failure or ReportedElsewhereError("another rank of this node has no batch")
+            elif failure:
+                raise failure  # of a technique
+            rest -= 1
+            yield batch.pop()
 
 
 def own_batches(loader: Iterable[Batch], activity: Activity) -> Generator[Batch]:

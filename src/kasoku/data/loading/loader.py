@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from kasoku.data.decode.decode import read_image
 from kasoku.data.loading.executor import FileExecutor, MemoryExecutor, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 
+_Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # x_NCHW, y_N, their indices, the number of the share
 _EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
 
 
@@ -79,6 +81,7 @@ class Loader:
         trace: where waiting for input is noted; a Job sets its own.
         index_N: which images of the split the last batch handed out holds.
         last_share: within `deal_from`, the share that was handed out last.
+        whole_shares: with `at_once`, a share is handed out when all its parts are there: no rank stops within a step.
     """
 
     dataset: Dataset = _of("pipeline.dataset")
@@ -100,7 +103,7 @@ class Loader:
         self.epoch, self.position = 0, 0
         self.trace = Trace(Wall(), keep=0)
         self.index_N = torch.zeros(0, dtype=torch.int64)
-        self.last_share = 0
+        self.last_share, self.whole_shares = 0, False
         self._next_share: Callable[[], int | None] | None = None
 
     def __len__(self) -> int:
@@ -110,39 +113,53 @@ class Loader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is left of this epoch."""
         pipeline, epoch, number, next_share = self.pipeline, self.epoch, self.position, self._next_share
-        batch, ranks, parts = pipeline.batch, pipeline.size, pipeline.parts
-        if not pipeline.shares and batch % (ranks * parts):
-            raise InputError(f"batch={batch}: not a multiple of {ranks} ranks x {parts} parts; choose one that is")
-        transform, count = pipeline.transform(), len(pipeline)
+        batch, parts, length = pipeline.batch, pipeline.parts, len(pipeline)
+        if not pipeline.shares and batch % (pipeline.size * parts):
+            got = f"batch={batch}: not a multiple of {pipeline.size} ranks x {parts} parts"
+            raise InputError(f"{got}; choose one that is")
+
+        def dealt(next_share: Callable[[], int | None]) -> Iterator[tuple[int, int]]:
+            while (share := next_share()) is not None:
+                batch_number, rank = divmod(share, pipeline.size)
+                yield from ((batch_number * parts + part, rank) for part in range(parts))
+
+        part_numbers = dealt(next_share) if next_share else pipeline.part_numbers(number)
+        together = parts if self.whole_shares and pipeline.at_once else 1
+        with closing(self._made(pipeline, epoch, part_numbers)) as batches:
+            while share_parts := deque(islice(batches, together)):
+                while share_parts:
+                    x_NCHW, y_N, self.index_N, share = share_parts.popleft()
+                    number += 1
+                    if next_share:
+                        self.last_share = share
+                    else:
+                        self.epoch, self.position = (epoch + 1, 0) if number == length else (epoch, number)
+                    yield x_NCHW, y_N
+
+    def _made(self, pipeline: Pipeline, epoch: int, part_numbers: Iterator[tuple[int, int]]) -> Generator[_Made]:
+        """The batches of these parts, each with its indices and the number of its share."""
+        parts, transform = pipeline.parts, pipeline.transform()
         vary = pipeline.vary if pipeline.train and not pipeline.varies_in_threads else None
-        ahead: deque[tuple[int, int]] = deque()  # parts of shares that are being decoded: number, rank
+        ahead: deque[tuple[int, int]] = deque()  # parts that are being decoded
 
-        def dealt() -> Iterator[tuple[int, int]]:
-            while next_share and (share := next_share()) is not None:
-                batch_number, rank = divmod(share, ranks)
-                for part in range(parts):
-                    ahead.append((batch_number * parts + part, rank))
-                    yield ahead[-1]
+        def noted() -> Iterator[tuple[int, int]]:
+            for part_number in part_numbers:
+                ahead.append(part_number)
+                yield part_number
 
-        part_numbers = dealt() if next_share else pipeline.part_numbers(number)
-        with closing(self.executor.run(pipeline, epoch, part_numbers, self.trace)) as batches:
-            for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
-                at, rank = ahead.popleft() if next_share else (number, pipeline.rank)
-                number, share = number + 1, at // parts * ranks + rank
+        with closing(self.executor.run(pipeline, epoch, noted(), self.trace)) as raw:
+            for images_NHWC, y_N, index_N in raw:  # enumerate() would keep the last one
+                number, rank = ahead.popleft()
+                share, part = number // parts * pipeline.size + rank, number % parts
                 if vary:
                     first = share * parts
                     if pipeline.at_once:
-                        first = at // parts * (batch // pipeline.at_once) + pipeline.first_part
+                        first = number // parts * (pipeline.batch // pipeline.at_once) + pipeline.first_part
                     with self.trace.span("transforms"):
-                        images_NHWC = vary(images_NHWC, index_N, epoch, first + at % parts)
+                        images_NHWC = vary(images_NHWC, index_N, epoch, first + part)
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
-                if next_share:
-                    self.last_share = share
-                else:
-                    self.epoch, self.position = (epoch + 1, 0) if number == count else (epoch, number)
-                self.index_N = index_N
-                yield x_NCHW, y_N
+                yield x_NCHW, y_N, index_N, share
 
     # ---- position
 
