@@ -28,7 +28,7 @@ from helpers.matrix import (
     train,
 )
 from helpers.witnesses import BY_NAME, MEMBERS, Member, files, shipped
-from kasoku.core import Comm, Job, Technique, Threads
+from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.device import cpu_kernels
 from kasoku.distributed import Overlap, VirtualRanks
 from kasoku.memory import SavedMemory
@@ -144,8 +144,11 @@ def found_by(member: Member, where: Path) -> list[str]:
 
     def rank(comm: Comm) -> str:
         record = Setup((member,), where).record(comm, seed=comm.rank)
-        train(record, STOP)  # drains: a sync point more
-        train(record, STEPS - STOP)
+        try:
+            train(record, STOP)  # drains: a sync point more
+            train(record, STEPS - STOP)
+        except InputError as refusal:  # a loss that is not scaled
+            return str(refusal)
         record.trained = weights(record.job)
         with record.job.evaluation():
             record.evaluated = weights(record.job)

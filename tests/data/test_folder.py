@@ -42,7 +42,7 @@ def test_class_folders_are_split_in_proportion_by_file_names_alone(tree, tmp_pat
     assert folder(str(moved), validation=0.2, seed=1).test.paths != again.test.paths
 
 
-@pytest.mark.parametrize("away", ["val", "validation", "test"])
+@pytest.mark.parametrize("away", ["val", "valid", "validation", "test"])
 def test_train_and_validation_folders_are_taken_as_they_are(tree, tmp_path, away):
     for name in ("cat", "dog"):
         (tmp_path / "set" / "train").mkdir(parents=True, exist_ok=True)
@@ -60,6 +60,30 @@ def test_train_without_validation_is_split(tmp_path):
     (tmp_path / "test").mkdir()  # unlabelled images lie flat in many: no classes, no validation part
     d = folder(str(tmp_path))
     assert (len(d.train), len(d.test)) == (8, 2)
+
+
+def test_images_for_validation_without_class_folders_are_named(tmp_path, capsys):
+    for name in ("a", "b"):
+        fill(tmp_path / "train" / name, 5)
+    fill(tmp_path / "val", 2)
+    assert len(folder(str(tmp_path)).test) == 2
+    assert "val: its images are in no class folders, so they are not used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", [("bus", "train"), ("test_negative", "test_positive"), ("not_valid", "valid")])
+def test_a_class_may_be_called_as_a_part_is(tmp_path, names):
+    for name in names:
+        fill(tmp_path / name, 5)
+    assert folder(str(tmp_path)).classes == names
+
+
+def test_parts_with_other_names_and_one_class_alone_are_named(tmp_path, capsys):
+    for part in ("Testing", "Training"):
+        fill(tmp_path / "set" / part / "a", 5)
+    with pytest.raises(InputError, match=r"parts are called train and val .*, not Testing, Training"):
+        folder(str(tmp_path / "set"))
+    folder(str(tmp_path / "set" / "Training"))
+    assert "Training: only one class (a); classification needs two or more" in capsys.readouterr().err
 
 
 def test_hidden_and_other_files_are_left_out_and_endings_ignore_case(tree):

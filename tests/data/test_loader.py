@@ -400,6 +400,13 @@ def test_items_that_are_no_images_are_one_clear_line(item, message):
         Items([(item, 0)]).read(0)
 
 
+def test_labels_that_are_no_numbers_are_one_clear_line():
+    with pytest.raises(InputError, match="labels: class numbers are wanted"):
+        Items([(b"", "cat")] * 2)
+    with pytest.raises(InputError, match="labels: class numbers are wanted"):
+        Items([(b"", 0)] * 2, labels_N=["cat", "dog"])
+
+
 def test_waiting_for_input_is_noted_in_the_jobs_trace(photos):
     model = torch.nn.Linear(1, 1)
     batches = loader(photos, "train", 4)

@@ -47,7 +47,8 @@ def passes(job: Job, epochs: int):
     for _ in range(epochs):
         for x, y in job.loader:
             yield x, y
-            job.model(x).sum().backward()
+            job.loss(outputs := job.model(x), y)
+            outputs.sum().backward()
             job.optimizer.step()
 
 
@@ -182,9 +183,9 @@ def test_a_loader_left_early_goes_on_as_if_it_were_not():
         job = Job(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), lambda m: sgd(m, lr=0.0), loader=source).apply(BOTH)
         out = []
         while len(out) < 6:
-            for x, _ in job.loader:
+            for x, y in job.loader:
                 out.append(x)
-                job.model(x).sum().backward()
+                job.loss(job.model(x), y).backward()
                 job.optimizer.step()
                 if len(out) == leave:
                     break

@@ -97,6 +97,24 @@ def test_a_group_that_spans_ranks(norm_batch: int):
         torch.testing.assert_close(ranks[0][name], x, rtol=1e-4, atol=1e-5)
 
 
+def test_a_norm_without_bias_in_a_group_that_spans_ranks():
+    def gradients(comm: Comm | None = None) -> torch.Tensor:
+        torch.manual_seed(1)
+        norm = nn.BatchNorm2d(3)
+        norm.register_parameter("bias", None)
+        images_of = loader(images(), "train", BATCH, comm=comm)
+        job = Job(nn.Sequential(norm, nn.Flatten(), nn.Linear(3 * SIDE**2, 4)), sgd, loader=images_of, comm=comm)
+        job.apply(AllReduce(), VirtualRanks(BATCH))
+        x_NCHW, y_N = next(iter(job.loader))
+        job.loss(job.model(x_NCHW), y_N).backward()
+        grad = norm.weight.grad / (comm.size if comm else 1)
+        return grad if comm is None else sum(comm.gather_objects(grad))
+
+    alone = gradients()
+    for rank in Threads(2).run(gradients):
+        torch.testing.assert_close(rank, alone, rtol=1e-4, atol=1e-5)
+
+
 def test_one_group_is_torchs_own_norm():
     plain = job_on(techniques=[], dropout=0.0)
     train(plain, 6)

@@ -56,7 +56,7 @@ def in_place(layer: nn.BatchNorm2d, x: Tensor, dy: Tensor) -> list[Tensor]:
     """The same over a copy of x."""
     node, area, given_dy = GraphNode("norm", (0,), layer), x.clone(), dy.clone()
     with torch.no_grad():
-        _, side = ops.compute(node, [area], how=ops.Numerics())
+        _, side = ops.compute(node, [area], None, how=ops.Numerics(), inplace=False)
         dx, found = ops.norm_gradients(node, dy, area, side, inplace=True)
     assert dx.data_ptr() == area.data_ptr()
     assert dx.stride() == x.stride()

@@ -30,7 +30,7 @@ def test_too_small_images_are_told_the_smallest_size_that_works(name, side, leas
 
 
 def test_wrong_channels_name_the_option_to_set():
-    with pytest.raises(InputError, match="takes 3 channels; build it with in_channels=1"):
+    with pytest.raises(InputError, match="takes 3 channels; those of kasoku and timm are built for 1"):
         models.check_fits(on_meta("resnet18"), (1, 28, 28), "resnet18")
 
 

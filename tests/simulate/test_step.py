@@ -122,7 +122,7 @@ def test_the_network_is_known_by_its_layers_work() -> None:
     assert late / sum(layer.products for layer in net.layers) == pytest.approx(0.198, abs=0.002)
 
 
-@pytest.mark.parametrize(("gpus", "batch", "said"), [(64, 63, "at least 1 image each"), (5000, 9000, "are available")])
+@pytest.mark.parametrize(("gpus", "batch", "said"), [(64, 63, "at least 64; raise"), (5000, 9000, "are available")])
 def test_what_cannot_be_shared_is_one_clear_line(gpus: int, batch: int, said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
         Simulator(load("dgx-a100"), resnet()).step(gpus, batch)

@@ -13,7 +13,7 @@ import pytest
 from kasoku.config.toml import inline
 from kasoku.core import InputError
 from kasoku.tune.fork_server import new_process
-from kasoku.tune.hyperparameters import SearchSettings, _TrialProcess, _Trials, accuracies, search
+from kasoku.tune.hyperparameters import SearchSettings, _evaluations, _TrialProcess, _Trials, search
 from kasoku.tune.search_space import Between, OneOf, read_space
 
 # Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`, less `falls` times the
@@ -384,10 +384,11 @@ def test_a_value_goes_to_toml_and_back(value):
     assert "\n" not in inline(value)
 
 
-def test_accuracies_are_read_while_the_log_is_written():
+def test_accuracies_are_read_while_the_log_is_written(tmp_path):
     lines = ['{"step": 1, "loss": 2}', '{"step": 2, "test_top1": 0.5}', '{"step": 3, "test_top1": 0.75}']
     lines.append('{"step": 4, "test_top1": 0.')  # half written
-    assert accuracies("\n".join(lines)) == [0.5, 0.75]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert _evaluations(tmp_path) == [0.5, 0.75]
 
 
 def test_less_than_one_trial_or_job_is_refused(tmp_path):

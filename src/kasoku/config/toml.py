@@ -113,7 +113,7 @@ def _lookup(dotted: str, path: str) -> Callable[..., Any]:
 def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a TOML file is wanted") -> dict[str, Any]:
     """A TOML document, with `path=value` settings over it. Raises InputError for a file that cannot be read."""
     try:
-        document = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -200,7 +200,7 @@ def _check_replaced(table: Mapping[str, Any], use: Any, path: str) -> None:
 
 
 def _index(items: list[Any], key: str, path: str) -> int:
-    if not key.isdigit() or int(key) > len(items):
+    if not key.isdecimal() or int(key) > len(items):
         raise InputError(f"--set {path}: {key} is no index of a list of {len(items)}: 0 to {len(items)}; that adds one")
     if int(key) == len(items):
         items.append({})

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, default_comm
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import Batch, Batches, Hyper, Patches, Slices, Stateful
+from kasoku.core.job_state import Batch, Batches, Hyper, Patches, Slices, Stateful, batches_of
 from kasoku.core.technique import Technique
-from kasoku.core.torch_internals import remove_step_hooks
+from kasoku.core.torch_internals import remove_step_hooks, runs_step_hooks
 from kasoku.core.trace import Trace
 
 Around = Callable[[], AbstractContextManager[object]]
@@ -98,9 +98,12 @@ class Job:
         """The user's optimizer; a function that builds it is called on first use."""
         if self._optimizer is None:
             build = self._make_optimizer
-            self._optimizer = build if isinstance(build, Optimizer) else build(self.model)
-            self.on_close(self._optimizer.register_step_pre_hook(self._begin_step).remove)
-            self.on_close(self._optimizer.register_step_post_hook(self._end_step).remove)
+            optimizer = build if isinstance(build, Optimizer) else build(self.model)
+            if not runs_step_hooks(optimizer):
+                raise InputError(f"{type(optimizer).__name__}.step() runs no hooks: give Job the optimizer in it")
+            self.on_close(optimizer.register_step_pre_hook(self._begin_step).remove)
+            self.on_close(optimizer.register_step_post_hook(self._end_step).remove)
+            self._optimizer = optimizer
         return self._optimizer
 
     @property
@@ -112,7 +115,7 @@ class Job:
     def progress(self) -> float:
         """Epochs so far, by the number of steps: the argument of every Schedule."""
         steps, epochs = self._since
-        batches = len(self.loader)  # type: ignore[arg-type]
+        batches = batches_of(self.loader)
         return epochs + (self.steps - steps) * self.accumulate / max(1, batches)
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
@@ -192,6 +195,8 @@ class Job:
             if self.applied and technique.stage < self.applied[-1].stage:
                 name, late = type(technique).__name__, type(self.applied[-1]).__name__
                 raise InputError(f"technique {name} comes before {late}: give both to one call of apply")
+        if ordered and isinstance(self._make_optimizer, Optimizer):
+            _ = self.optimizer  # until `close()` its steps are counted, those of the user too
         self.applied += ordered
         for technique in ordered:
             self.step_comm = technique.ranks_in_step(self.step_comm, self.applied)
@@ -319,9 +324,8 @@ class Job:
         if self._optimizer is not None:
             self.drain()
         self.patches.close()
-        self._hooks.clear()
-        self._around_evaluation.clear()
-        self.applied.clear()
+        for kept in (self._hooks, self._around_evaluation, self.applied):
+            kept.clear()
         self.needs_whole_gradients = self.vetoes_steps = False
         self.step_comm = self.comm
 
@@ -370,18 +374,14 @@ class Job:
     def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
             raise InputError("optimizer.step(closure) is not supported: call backward() in the loop, then step()")
-        self._depth += 1
-        if self._depth == 1:
+        if self._depth == 0:
             if self.steps == 0 and self.comm.size > 1:
                 self._warn_if_alone()
             self._backwards.clear()
-            try:
-                for f in reversed(self._hooks["before_step"]):
-                    f()
-            except BaseException:
-                self._depth = 0
-                raise
+            for f in reversed(self._hooks["before_step"]):
+                f()
             self._stepping = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        self._depth += 1
 
     def _warn_if_alone(self) -> None:
         """Warns if nothing averages the gradients of the ranks."""

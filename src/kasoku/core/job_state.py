@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from kasoku.core.comm import Comm
+from kasoku.core.errors import InputError
 
 Batch = tuple[Tensor, Tensor]
 Hyper = list[dict[str, Any]]
@@ -18,6 +19,14 @@ def first_part(job: Any) -> int:
     """The number of this rank's first backward pass of a step among those of all ranks."""
     loader = job.plain_loader
     return int(loader.first_part) if getattr(loader, "at_once", 0) else job.comm.rank * job.accumulate
+
+
+def batches_of(loader: Any) -> int:
+    """The batches of an epoch. Raises InputError for a loader without a length."""
+    try:
+        return len(loader)
+    except TypeError as error:
+        raise InputError(f"the loader has no len(), by which epochs are counted ({error}): give it one") from error
 
 
 class Stateful(Protocol):
@@ -74,3 +83,8 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.plain)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:  # such as the sampler of a DataLoader
+        if name == "plain":  # of a copy that has no state yet
+            raise AttributeError(name)
+        return getattr(self.plain, name)

@@ -43,6 +43,16 @@ def version(x: Tensor) -> int:
     return x._version
 
 
+def runs_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether its `step` runs the hooks of steps (2.13)."""
+    return hasattr(type(optimizer).step, "hooked")
+
+
+def has_scheduler(optimizer: Optimizer) -> bool:
+    """Whether one of torch's schedulers was made for it (2.13)."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def module_hooks(module: nn.Module) -> list[Any]:
     """Its forward and backward hooks of all kinds (2.13)."""
     return [hook for name in _MODULE_HOOKS for hook in getattr(module, name).values()]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from kasoku.core import Job, Range, Stage, Technique
+from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.core.torch_internals import unscale_and_check
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,12 +80,13 @@ class _Scaler:
         self.job, self.settings = job, settings
         self.inner: Callable[[Any, Tensor], Tensor] = job.loss
         self.scale, self.good = settings.start, 0
+        self.scaled = False  # the loss of this step
         self.decided = False  # another technique has asked on this step, and unscales its gradients
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         loss = self.inner(outputs, labels)
         if loss.requires_grad:
-            scale = self.scale
+            scale, self.scaled = self.scale, True
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss
 
@@ -96,11 +97,15 @@ class _Scaler:
     def decide(self, overflow: Tensor) -> float | None:
         """The factor that unscales this step's gradients; None if those of a rank overflow, and the scale falls."""
         self.decided = True
-        self.job.step_comm.all_reduce(overflow, op="max").wait()
-        scale, factor = self.scale, self.settings.factor
-        if overflow.item():
+        flags = torch.cat([overflow, torch.full_like(overflow, float(self.scaled))])
+        self.job.step_comm.all_reduce(flags, op="max").wait()
+        overflows, scaled = flags.tolist()
+        scale, factor, self.scaled = self.scale, self.settings.factor, False
+        if overflows:
             self.scale, self.good = scale / factor, 0
             return None
+        if not scaled:
+            raise InputError("LossScale: a loss that is not of job.loss was not scaled: call job.loss(outputs, labels)")
         self.good += 1
         if self.good == self.settings.every:
             self.scale, self.good = scale * factor, 0

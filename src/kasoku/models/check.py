@@ -50,7 +50,7 @@ def check_fits(
     got = f"{model_name} does not fit images of {channels}x{height}x{width}"
     wanted = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
     if wanted != channels:
-        raise InputError(f"{got}: it takes {wanted} channels; build it with in_channels={channels}")
+        raise InputError(f"{got}, since it takes {wanted} channels; those of kasoku and timm are built for {channels}")
 
     def fits(size: int) -> bool:
         try:

@@ -23,7 +23,7 @@ _REFUSED = {"averages_weights": "both evaluate with averaged weights; leave one 
 class EMA(Technique, refuses=_REFUSED, averages_weights=True):
     """Evaluates an exponential moving average of the weights; training itself is not changed.
 
-    Beside Asynchronous a round is at each sync point, where ranks have equal weights: it keeps decay^n after n steps.
+    With Asynchronous, the average is updated at sync points only, and keeps decay^n after n steps.
 
     Args:
         decay: share of the average kept at each step, from 0 to below 1; 0: the weights themselves.
@@ -59,7 +59,7 @@ class _Average:
         self.names = {p: n for n, p in self.params.items()}
         self.averages: dict[str, Tensor] = {}
         self.updates: dict[str, int] = {}
-        self.frozen: list[tuple[str, Tensor]] = []  # parameters that were before this step: no update tells of them
+        self.frozen: list[tuple[str, Tensor]] = []  # before this step, or of another optimizer: no update tells of them
         job.after_update(lambda params: self.advance((self.names[p], p) for p in params if p in self.names))
         job.before_step(self.note_frozen)
         job.after_step(lambda: self.advance([*self.frozen, *self.buffers().items()]))
@@ -68,7 +68,9 @@ class _Average:
         job.around_evaluation(self.stepped_in)
 
     def note_frozen(self) -> None:
-        self.frozen = [(n, p) for n, p in self.params.items() if not p.requires_grad and p.grad is None]
+        own = {p for group in self.job.optimizer.param_groups for p in group["params"]}
+        frozen = (p for p in self.names if p not in own or (p.grad is None and not p.requires_grad))
+        self.frozen = [(self.names[p], p) for p in frozen]
 
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for n, b in self.job.model.named_buffers() if b.is_floating_point()}

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from kasoku.core import Constant, InputError, Job, Range, Schedule, Technique
+from kasoku.core.torch_internals import has_scheduler
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class _Course:
 
     def set(self) -> None:
         groups = self.job.optimizer.param_groups
+        if has_scheduler(self.job.optimizer):
+            raise InputError("Rate: a torch lr_scheduler sets this optimizer's rates too: leave out one of the two")
         if len(groups) != len(self.own):
             got = f"{len(groups)} parameter groups, it had {len(self.own)} when Rate was applied"
             raise InputError(f"the optimizer has {got}: add groups before job.apply")

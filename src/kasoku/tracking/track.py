@@ -45,7 +45,7 @@ class Track(Technique, in_sandbox=False):
     a recipe.toml with one is not sent.
 
     Args:
-        to: the tracker; its package comes with `pip install '.[wandb]'`, `[mlflow]`, `[trackio]`.
+        to: the tracker; `pip install '.[wandb]'`, `[mlflow]` or `[trackio]` adds its package; TensorBoard needs none.
         project: the project; of MLflow the experiment.
         offline: use no network, even where there is one; refused where the environment gives trackio a server.
 
@@ -82,7 +82,7 @@ class Tracker:
         self.track, self.active = track, active
         self._calls: queue.Queue[Callable[[Any], object] | None] = queue.Queue(_MOST_CALLS)
         self._made = self._done = 0  # calls of the training, and those that succeeded
-        self._ended = False
+        self._ended = self._warned = False
         self._reason = ""  # why the first one failed
         self._thread: threading.Thread | None = None
 
@@ -127,6 +127,9 @@ class Tracker:
             if self._thread.is_alive():
                 with suppress(queue.Full):
                     self._calls.put(call, timeout=wait_s)
+        elif call and self.active and not (self._made or self._warned):
+            self._warned = True
+            say("Track: metrics before tracker.open(folder, settings) are lost")
 
     def _work(self, connect: Callable[[], Any]) -> None:
         try:

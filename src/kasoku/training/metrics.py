@@ -55,6 +55,7 @@ class Metrics:
         self._began_s, self.live = self.job.clock.now(), LiveVerdict(self.ledger)
         self.outcome = "failed"  # until `finish`
         for tracker in self.job.trackers:
+            tracker.active &= run is not None
             if run:
                 tracker.open(run.path, flat_settings(table(state.recipe)))
 

@@ -17,10 +17,10 @@ from kasoku.core.job_state import first_part
 class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
     """Mixes each training image with another one of its batch, by Mixup or by CutMix, and the loss with it.
 
-    A share is drawn for each batch that a device takes at once; where both alphas are above 0, so is which of the two
-    mixes it, each as often. The loop gets the labels of the images themselves, and `job.loss` of them is share *
-    loss(outputs, labels) + (1 - share) * loss(outputs, the partners' labels); so it must get them as they came.
-    Other labels, as in evaluation, have the plain loss. Give it after LowResolution: then no edge of a box is blurred.
+    Each batch that a device takes at once gets a random share. If both alphas are above 0, it also draws Mixup or
+    CutMix, with equal chance. The loop gets the images' own labels. Pass them to `job.loss` unchanged: it returns
+    share * loss(outputs, labels) + (1 - share) * loss(outputs, the partners' labels). Other labels, as in evaluation,
+    have the plain loss. List Mix after LowResolution, so that no edge of a box is blurred.
 
     Args:
         mixup: alpha of Mixup, which lays two images over each other, 0 or more; 0: off.
@@ -63,11 +63,14 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
         """
         if not (self.mixup or self.cutmix):
             return
-        plain_loss, step, micro = job.loss, -1, 0
+        plain_loss, step, micro, seen = job.loss, -1, 0, 0  # seen: the last step with mixed labels in the loss
 
         def mixed(batches: Iterable[Batch]) -> Iterator[Batch]:
-            nonlocal step, micro
+            nonlocal step, micro, seen
+            seen = job.steps
             for x_NCHW, y_N in batches:
+                if job.steps - seen > 1:
+                    raise InputError("Mix: images were mixed and the loss was not: train on job.loss(outputs, labels)")
                 # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
                 step, micro = job.steps, micro + 1 if job.steps == step else 0
                 labels_N = y_N.detach()  # the same memory, an object of our own
@@ -84,10 +87,12 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
                 yield x_NCHW, labels_N
 
         def loss(outputs: Any, labels_N: Tensor) -> Tensor:
+            nonlocal seen
             mixed_with = getattr(labels_N, "mixed_with", None)
+            seen = seen if mixed_with is None else job.steps
             if mixed_with is None and getattr(outputs, "requires_grad", False):
                 got = "job.loss was given labels that job.loader did not hand out, so their partners are not known"
-                advice = "train on the labels of job.loader as they come, whole and not copied"
+                advice = "train on the labels of job.loader as they come, on the device, whole and not copied"
                 raise InputError(f"Mix: {got}: {advice}")
             own = plain_loss(outputs, labels_N)
             share, partners_N = mixed_with or (1.0, labels_N)

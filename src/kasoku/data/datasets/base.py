@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kasoku.core import InputError, described
+from kasoku.core import InputError, described, summary
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import is_image, upright
 from kasoku.data.loading.shuffle import order
@@ -88,9 +88,12 @@ class Items(Labelled):
     def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None) -> None:
         for name in ("targets", "labels"):
             labels_N = getattr(dataset, name, None) if labels_N is None else labels_N
-        if labels_N is None:
-            labels_N = [int(dataset[i][1]) for i in range(len(dataset))]
-        self.labels_N = torch.as_tensor(labels_N, dtype=torch.int64)
+        try:
+            if labels_N is None:
+                labels_N = [int(dataset[i][1]) for i in range(len(dataset))]
+            self.labels_N = torch.as_tensor(labels_N, dtype=torch.int64)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"labels: class numbers are wanted ({summary(error)}): give them as labels_N") from error
         if self.labels_N.shape != (len(dataset),):
             raise InputError(f"labels of shape {tuple(self.labels_N.shape)} for {len(dataset)} items: one for each")
         self.dataset = dataset

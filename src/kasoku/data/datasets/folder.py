@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from kasoku.core import Comm, InputError, summary
+from kasoku.core import Comm, InputError, say, summary
 from kasoku.data.datasets.base import Dataset, Files, held_out
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
@@ -29,6 +29,7 @@ Look = Callable[[str], Names]  # what is in a folder, which is its path below th
 
 LISTS = (".csv", ".jsonl")
 _PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
+_TEST_PARTS = "val", "valid", "validation", "test"  # folders; the first one is taken
 _KINDS = " ".join(SUFFIXES)
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of its channels
 _LOOKED_FOR = 8  # files of each part that a rank checks on its host, since rank 0 listed them
@@ -62,7 +63,7 @@ def folder(  # noqa: PLR0913
 ) -> Dataset:
     """Image folder: JPEG, PNG, WebP or BMP files in one folder for each class, with or without train/ and val/.
 
-    root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Hidden
+    root/<class>/<file>, or root/train/<class>/<file> and the same in root/val/ (or valid/, validation/, test/). Hidden
     files and other types are left out. Bad images are skipped and named. Or a list: a .csv or .jsonl file of path,
     label and, if it has parts, split (train, val, test); paths are relative to its folder.
 
@@ -171,13 +172,20 @@ def arranged(look: Look, root: str) -> Parts:
     `root` is its name in messages. Errors: InputError for no class folder, and for a class folder with no image.
     """
     subfolders = look("")[0]
-    if "train" not in subfolders:
+    folders, files = look("train") if "train" in subfolders else ([], [])
+    is_class = not folders and _images(files) and set(subfolders) - {"train", *_TEST_PARTS}
+    if is_class or "train" not in subfolders:
+        if subfolders and all(part_of(name) and look(name)[0] for name in subfolders):
+            raise InputError(f"{root}: parts are called train and val (or valid, test), not {', '.join(subfolders)}")
         return {"": _classes(look, root, "", subfolders)}
-    parts = {"train": _classes(look, root, "train", look("train")[0])}
-    for part in ("val", "validation", "test"):
-        if part in subfolders and (names := look(part)[0]):
+    parts = {"train": _classes(look, root, "train", folders)}
+    for part in _TEST_PARTS:
+        names, files = look(part) if part in subfolders else ([], [])
+        if names:
             parts[part] = _classes(look, root, part, names)
             break
+        if part != "test" and _images(files):
+            say(f"{below(root, part)}: its images are in no class folders, so they are not used")
     return parts
 
 
@@ -188,13 +196,19 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
         raise InputError(f"{home}: no class folders in it; expected {home}/<class>/<image>, one for each class{packed}")
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kasoku-list") as pool:
         listed = [files for _, files in pool.map(lambda name: look(below(part, name)), names)]
-    tree = {name: [f for f in files if f.lower().endswith(SUFFIXES)] for name, files in zip(names, listed, strict=True)}
+    tree = {name: _images(files) for name, files in zip(names, listed, strict=True)}
     for name, files in tree.items():
         if not files:
             tables = any(file.endswith(".parquet") for file in look(part)[1])
             instead = f"; or did you mean {home}/*.parquet?" if tables else ""
             raise InputError(f"{home}/{name}: a class folder with no image ({_KINDS}); add some or remove it{instead}")
+    if len(tree) == 1:
+        say(f"{home}: only one class ({names[0]}); classification needs two or more")
     return tree
+
+
+def _images(files: list[str]) -> list[str]:
+    return [file for file in files if file.lower().endswith(SUFFIXES)]
 
 
 def read_list(store: Store, file: str) -> Parts:
@@ -202,7 +216,7 @@ def read_list(store: Store, file: str) -> Parts:
     data, parts = store.read(file), {"train": Tree()}
     try:
         text = data.decode("utf-8-sig")
-        table = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True)
+        table = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True, skipinitialspace=True)
         for row in table if file.endswith(".csv") else map(json.loads, filter(str.strip, text.split("\n"))):
             if row["label"] in (None, "") or not row["path"]:
                 raise ValueError(f"a row without a path or a label: {row}")

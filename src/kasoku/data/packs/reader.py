@@ -267,7 +267,7 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     count = int(whole.labels_N.max()) + 1
     if "classes.txt" not in listed:
         return whole, tuple(str(number) for number in range(count))
-    lines = store.read("classes.txt").decode("utf-8", "replace").splitlines()
+    lines = store.read("classes.txt").decode("utf-8-sig", "replace").splitlines()
     classes = tuple(line.strip() for line in lines if line.strip())
     if len(classes) < count:
         raise InputError(f"{store.shown}/classes.txt: {len(classes)} names, but a label is {count - 1}; add the others")

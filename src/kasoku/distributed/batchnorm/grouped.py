@@ -106,9 +106,10 @@ class Steer:
         n = x.numel() // x.shape[1] * self._ranks(len(x))
         all_2C = self._of_group(sums_2C, len(x)).sum(0) / n
         dx = (dy - _wide(all_2C[0], x)).sub_(normal.mul_(_wide(all_2C[1], x))).mul_(_wide(scale_C, x))
+        db_C = None if self.norm.bias is None else sums_2C[0].to(self.norm.bias.dtype)
         if weight is None:
-            return dx.to(x.dtype), None, None
-        return dx.mul_(_wide(weight, x)).to(x.dtype), sums_2C[1].to(weight.dtype), sums_2C[0].to(weight.dtype)
+            return dx.to(x.dtype), None, db_C
+        return dx.mul_(_wide(weight, x)).to(x.dtype), sums_2C[1].to(weight.dtype), db_C
 
     def _of_group(self, x: Tensor, images: int) -> Tensor:
         """Gathers x from the ranks of this rank's group, in rank order along a new first dimension."""

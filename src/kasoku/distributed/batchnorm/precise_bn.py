@@ -77,7 +77,7 @@ def _measured_statistics(job: Job, images: int) -> Iterator[None]:
             norm.train()
         for x_NCHW, _ in _batches(job, images):
             if len(x_NCHW):  # a rank may have no part of the last few images
-                model(x_NCHW)
+                model(x_NCHW.to(device))
     ranks_R3C = own_3C.new_empty(comm.size, *own_3C.shape)
     comm.all_gather(ranks_R3C, own_3C).wait()
     whole_3C = torch.zeros_like(own_3C)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job, Range, Stage, Technique
+from kasoku.core.job_state import batches_of
 from kasoku.distributed.batchnorm.grouped import Steer, norms
 
 _ONE = 2.0**32  # in exact sums
@@ -163,7 +164,7 @@ class _RunningStatistics:
         off = first / groups.clamp(min=1)
         variance = second / groups.clamp(min=1) - off * off
         variance *= values / (values - 1).clamp(min=1)  # torch's running variance is the unbiased one
-        updates = len(job.loader) / job.accumulate if self.average else 0.0  # type: ignore[arg-type]
+        updates = batches_of(job.loader) / job.accumulate if self.average else 0.0
         fixed = momentum(self.average, updates) if self.average else None
         momenta = [norm.momentum if fixed is None else fixed for norm in self.norms]
         for i, norm in enumerate(self.norms):
