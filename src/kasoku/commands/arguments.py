@@ -161,8 +161,8 @@ class TrainArguments(OptionalRecipe):
 class LaunchArguments(RecipeArguments):
     """The arguments that `kasoku launch` has everywhere."""
 
-    nodes: int = option(default=1, metavar="N", help="machines (default: 1)")
-    gpus_per_node: int | None = option(metavar="G", help="a process each (default: all; elsewhere 8)")
+    nodes: int = option(default=1, metavar="N", help="the number of machines (default: 1)")
+    gpus_per_node: int | None = option(metavar="G", help="ranks a machine (default: all its GPUs; in a cluster job 8)")
     out: Path | None = option(metavar="DIR", help="the run folder, which all nodes see")
     members: int = option(default=0, metavar="K", help="train K members of an ensemble")
     vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
@@ -184,8 +184,8 @@ class LocalArguments(LaunchArguments):
 class SlurmArguments(LaunchArguments):
     """The arguments of `kasoku launch slurm`."""
 
-    name: str | None = option(help="of the job (default: the recipe's)")
-    port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
+    name: str | None = option(help="the name of the job (default: the recipe's)")
+    port: int | None = option(metavar="P", help="the port of rank 0 (default: from the job's number)")
     cpus_per_gpu: int = option(default=CPUS_PER_GPU, metavar="C", help="(default: %(default)s)")
     time: str = option(default=TIME_LIMIT, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
 
@@ -193,12 +193,12 @@ class SlurmArguments(LaunchArguments):
 class KubernetesArguments(LaunchArguments):
     """The arguments of `kasoku launch kubernetes`."""
 
-    name: str | None = option(help="of the job (default: the recipe's)")
+    name: str | None = option(help="the name of the job (default: the recipe's)")
     image: str = option(
         default="kasoku:latest", help="a container image, built from kasoku's Containerfile (default: %(default)s)"
     )
     mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
-    port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
+    port: int = option(default=PORT, metavar="P", help="the port of rank 0 (default: %(default)s)")
 
 
 KubeflowArguments = KubernetesArguments
@@ -217,7 +217,7 @@ class TuneArguments(RecipeArguments, JsonArguments):
         metavar="NAME", help=f"{', '.join(STRATEGIES)}, or one of your own (default: the recipe's, else the first)"
     )
     budget: float | None = option(metavar="SECONDS", help="how long it may take (default: the recipe's tune.budget)")
-    range: str | None = option(metavar="LOW:HIGH", help="of the batch")
+    range: str | None = option(metavar="LOW:HIGH", help="the batch sizes to try")
     out: Path | None = option(metavar="DIR", help="write tuning.json there, which kasoku report draws")
     if_interrupted: ClassVar[str] = "nothing was changed"
 
@@ -251,7 +251,7 @@ class ProfileArguments(RecipeArguments, JsonArguments):
     ranks: int | None = option(metavar="N", help="processes on this machine (default: as kasoku train)")
     out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-profile-N)")
     if_interrupted: ClassVar[str] = "no run was changed"
-    description: ClassVar[str] = "kasoku profile [--out DIR] -- python train.py ...: the same of a script as it is"
+    description: ClassVar[str] = "kasoku profile [--out DIR] -- python train.py ...: the same for your script"
 
 
 class ScriptArguments(CommandArguments):
@@ -267,7 +267,7 @@ class SimulateArguments(RecipeArguments, JsonArguments):
     gpus: int | None = option(metavar="N", help="how many (default: all of a node)")
     profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
     sweep: str = option(default="", metavar="AXIS=A:B", help="draw curves: gpus, strong, images, batch, bucket_mib")
-    what_if: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="of the cluster, as latency=0.5")
+    what_if: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="change the cluster: latency=0.5")
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-simulated-N)")
 
 
@@ -275,8 +275,8 @@ class PlanArguments(RecipeArguments, JsonArguments):
     """The arguments of `kasoku plan`."""
 
     cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
-    deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
-    budget: str = option(default="", metavar="USD", help="the fastest within 100USD")
+    deadline: str = option(default="", metavar="TIME", help="find the cheapest within a time: 90s, 10min, 2h")
+    budget: str = option(default="", metavar="USD", help="find the fastest within an amount: 100USD")
     fastest: bool = option(default=False, help="the fastest, whatever it costs")
     buckets: bool = option(default=False, help="also print groups for plain DDP: its bucket_cap_mb_list")
     profile: tuple[str, ...] = option(default=(), metavar="DIR", help="times of kasoku profile at a batch")
@@ -355,7 +355,7 @@ class PackArguments(CommandArguments):
     target: str | None = argument(nargs="?", metavar="DST", help="the folder for the pack")
     side: int = option(default=256, help="shorter side in pixels; 0: as it is (default: 256)")
     format: Literal["jpeg", "raw"] = option(choices=("jpeg", "raw"), default="jpeg", help="raw: pixels (default: jpeg)")
-    quality: int = option(default=90, help="of JPEG (default: 90)")
+    quality: int = option(default=90, help="the quality of JPEG (default: 90)")
     workers: int = option(default=0, help="threads (default: one a core)")
     verify: str | None = option(metavar="DIR", help="check that a pack is whole, by its checksums")
     quiet: bool = option(default=False, help="no progress bar")

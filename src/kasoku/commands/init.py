@@ -51,14 +51,13 @@ def _commented(table: Mapping[str, Any], thing: Callable[..., Any], path: str = 
             yield from (*_comment(setting.line), tomli_w.dumps({name: value}).rstrip())
         elif name not in table and setting.default not in ("", "required"):
             yield from (*_comment(setting.line), f"# {name} = {setting.default}")
+    tables = {each.__name__: each for each in describe.TABLES.values()}
     for setting, value in below:
-        tables = {each.__name__: each for each in describe.TABLES.values()}
+        kind = tables.get(setting.type.removeprefix("table: "), dict)
         head = f"[{path}{setting.name}]" if isinstance(value, dict) else f"[[{path}{setting.name}]]"
         for each in [value] if isinstance(value, dict) else value:
             yield from ("", *_comment(setting.line), head)
-            yield from _commented(
-                each, tables.get(setting.type.removeprefix("table: "), dict), f"{path}{setting.name}."
-            )
+            yield from _commented(each, kind, f"{path}{setting.name}.")
 
 
 def _comment(text: str) -> list[str]:

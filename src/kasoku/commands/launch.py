@@ -55,7 +55,7 @@ def run_local(arguments: options.LocalArguments) -> int:
 def run_slurm(arguments: options.SlurmArguments) -> int:
     """Prints an sbatch script; returns the exit code."""
     job = _cluster_job(arguments, 63)
-    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
+    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time, re.ASCII):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
     print(sbatch(job, time=arguments.time, cpus_per_gpu=arguments.cpus_per_gpu), end="")
     return 0

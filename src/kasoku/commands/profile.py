@@ -5,7 +5,6 @@ each rank), profile-1.json, ... of other ranks, ledger.json and timeline.json as
 steps alone), and rank 0's trace.json for chrome://tracing or Perfetto. A script has no blocks, operators and trace.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from kasoku.commands.arguments import ProfileArguments, ScriptArguments
 from kasoku.config.ranks import check_same, gpus_for, is_asynchronous
 from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError, say
-from kasoku.core.files import read_json, write_text
+from kasoku.core.files import json_text, read_json, write_text
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks, run_processes
 from kasoku.distributed.startup import Start
@@ -125,7 +124,7 @@ def _report(folder: Path, profiles: Sequence[Profiled], ledger: Mapping[str, Any
     documents = {"profile.json": first, "ledger.json": ledger, "timeline.json": timeline}
     documents |= {f"profile-{rank}.json": other for (rank, *_), other in zip(profiles[1:], others, strict=True)}
     for name, content in documents.items():
-        write_text(folder / name, json.dumps(content, indent=1) + "\n")
+        write_text(folder / name, json_text(content))
     step_s: dict[str, float] = ledger["step_s"]
     whole_s = sum(step_s.values())
     rows = {row: f"{ms(s)} ms  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}

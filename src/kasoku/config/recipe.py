@@ -117,7 +117,7 @@ class Recipe(Checked):
         batch: images of one update, over all devices together, at least 1; or "auto", with a reference_batch or points.
         loss: `use` names a function (outputs, labels) -> loss.
         schedule: the factor on the optimizer's rates, by progress in epochs.
-        techniques: what else changes the training, in any order.
+        techniques: what else changes the training; sorted by stage. List LowResolution before Mix.
         accumulate: the parts of its share that a device takes one after the other, 0 or more, a divisor of batch; 0: a
             virtual rank at a time, or all at once.
         norm_batch: images that share BatchNorm statistics, 0 or more, a divisor of batch; 0: what a device takes at
@@ -129,7 +129,7 @@ class Recipe(Checked):
         scaling: rates grow in proportion to batch / reference_batch, to its root, or to its root with a warm-up that
             grows in proportion (LEGW).
         origin: where settings that depend on the batch come from; kasoku writes it.
-        seed: of all random numbers, 0 or more and below 2^63.
+        seed: the seed of all random numbers, 0 or more and below 2^63.
         evaluate: when and how the accuracy is measured.
         device: the device, precision and threads.
         save: checkpoints, and where the results go.

@@ -20,7 +20,7 @@ class Graphs(Technique, stage=Stage.COMPILE, captures_graph=True):
 
     The graph is captured at the first training batch, and again where two batches in a row have another shape. A single
     batch of another shape, and evaluation, run as usual. Python inside the model (hooks on its layers) does not run in
-    a replay, and all gradients come at once, at the end of backward. It has not yet been seen on a GPU.
+    a replay, and all gradients come at once, at the end of backward. No GPU has run it yet.
 
     Saves: time for small models and small batches: one launch for hundreds of kernels.
     Costs: the memory of a graph's buffers; three batches of warm-up before the first step; a copy of the gradients with

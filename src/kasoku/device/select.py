@@ -33,7 +33,7 @@ class Device(Checked):
         channels_last: lay images out with channels last.
         compile: compile the forward of each block.
         graphs: replay CUDA graphs.
-        threads: of the CPU, from 0 to 4096; 0: all cores the process may use, shared among the ranks of this host.
+        threads: CPU threads, from 0 to 4096; 0: all cores the process may use, shared among the ranks of this host.
         malloc: tune glibc's allocator on a CPU.
         kernels: compute some operations by kasoku's own C code, on CPUs where it is faster than torch's.
         deterministic: the same bits on every run, also on CUDA; slower there.

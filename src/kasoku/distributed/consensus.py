@@ -6,13 +6,13 @@ Only one rank prints the message of a shared error; the other ranks raise Report
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from kasoku import __version__
 from kasoku.core import Comm, InputError, attributed
 
 T = TypeVar("T")
@@ -122,11 +122,7 @@ def version_facts() -> dict[str, str]:
     """The versions of kasoku and torch, and a digest of kasoku's source."""
     package = Path(__file__).parents[1]
     files = {str(f.relative_to(package)): f.read_text() for f in sorted(package.rglob("*.py"))}
-    try:
-        number = version("kasoku")
-    except PackageNotFoundError:
-        number = "not installed"
-    return {"kasoku": number, "source": _digest(files)[:16], "torch": torch.__version__}
+    return {"kasoku": __version__, "source": _digest(files)[:16], "torch": torch.__version__}
 
 
 def _digest(facts: object) -> str:

@@ -115,5 +115,6 @@ def op_of(layer: nn.Module) -> str:
         rows, columns = pair(layer.kernel_size)
         simple = layer.dilation in (1, (1, 1)) and not layer.return_indices
         return "pool" if simple and rows * columns <= WINDOW_POSITIONS else ""
-    names: dict[type, str] = {nn.BatchNorm2d: "norm", nn.ReLU: "relu"}
-    return names.get(kind, "other" if kind in OTHER else "")
+    if kind is nn.BatchNorm2d:
+        return "norm" if layer.weight is not None or layer.bias is None else ""
+    return "relu" if kind is nn.ReLU else "other" if kind in OTHER else ""

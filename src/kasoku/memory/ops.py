@@ -36,9 +36,7 @@ class MaxPositions(NamedTuple):
     stride: tuple[int, ...]  # of the positions
 
 
-def compute(
-    node: GraphNode, inputs: list[Tensor], extra: Any = None, *, how: Numerics, inplace: bool = False
-) -> tuple[Tensor, Any]:
+def compute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numerics, inplace: bool) -> tuple[Tensor, Any]:
     """The node's value, and what its backward needs besides values: statistics of its groups, MaxPositions or None.
 
     `extra`: of an earlier time. The value is then computed once more, and the layer does not change.

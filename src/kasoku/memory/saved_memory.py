@@ -31,8 +31,8 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
     a BatchNorm writes its gradient over its input.
 
     Args:
-        factor: plan for a batch this many times larger than plain PyTorch's in the same memory, at least 1; 1:
-            recompute nothing, whatever that saves; 0: 2, unless there is a budget.
+        factor: plan for a batch this many times as large as plain PyTorch's in the same memory, at least 1; 1
+            recomputes nothing. 0 stands for the budget if there is one, else for 2.
         budget: bytes that training may take on the device, such as "8GiB". The plan is for 98 % of them, since a step
             may take a little more than predicted. Not included: the interpreter, and other techniques' copies (EMA's
             averages).
@@ -74,12 +74,12 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
         job.on_close(job.model.register_forward_hook(planner.after_forward).remove)
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str) -> float:
     """Bytes of "8GiB". Raises InputError."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?B)?\s*", text.upper())
     if not match:
         raise InputError(f'budget="{text}": bytes such as "8GiB" or "900MB"')
-    return int(float(match[1]) * _UNITS[match[2]])
+    return float(match[1]) * _UNITS[match[2]]
 
 
 class Planner(BoundToModel):

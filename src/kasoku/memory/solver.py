@@ -8,7 +8,7 @@ the peak of the best plan never rises as the budget falls.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from kasoku.memory.graph import LayerGraph
@@ -55,9 +55,8 @@ def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting, number: 
     """All considered programs for all runs of units, the first of which has this number."""
     shapes = [*accumulate(units, lambda x, unit: unit.shapes(x, setting.how.half)[-1], initial=setting.images)]
     for first in range(len(units)):
-        graph, own = LayerGraph(()), replace(setting, images=shapes[first])
-        if first > 0:
-            own = replace(own, image_gradient=True, reads_batch=False)
+        later = replace(setting, images=shapes[first], image_gradient=True, reads_batch=False)
+        graph, own = LayerGraph(()), later if first else setting
         for last in range(first, min(first + _LONGEST, len(units))):
             graph = graph.then(units[last].nodes)
             run = replace(own, ends_chain=last == len(units) - 1)
@@ -113,15 +112,12 @@ def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, fr
 def plan_within(choices: Sequence[SegmentChoice], outside: OutsideBytes, budget: float) -> MemoryPlan | None:
     """The plan of the least work whose peak is within the budget, among equals the one of the lowest peak."""
     count = 1 + max(choice.last for choice in choices)  # units
-    by_end: list[list[SegmentChoice]] = [[] for _ in range(count)]
-    for choice in choices:
-        by_end[choice.last].append(choice)
     gradients = {choice.first: choice.need.gradients for choice in choices if choice.first == choice.last}
     gradients_from = [0, *accumulate(gradients.get(i, 0) for i in reversed(range(count)))][::-1]  # of units from i on
     fronts = [[MemoryPlan((), 0, 0, 0.0)]]  # plans for the units before i: none has less kept and no more work
-    for end in range(count):
+    for end, ending in groupby(sorted(choices, key=lambda c: c.last), key=lambda c: c.last):
         longer = []
-        for choice in by_end[end]:
+        for choice in ending:
             need = choice.need
             later = outside.gradients + (gradients_from[end + 1] if outside.gradients_stay else 0)
             own_peak = max(need.backward + later, need.forward)

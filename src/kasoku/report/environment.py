@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kasoku import __version__
 from kasoku.core.hardware import cores
 from kasoku.data.decode.native import decoder
 
@@ -21,10 +22,11 @@ def environment() -> dict[str, Any]:
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         cpu = platform.processor() or platform.machine()
+    others = ("torch", "numpy", "pillow", "safetensors")
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("kasoku", "torch", "numpy", "pillow", "safetensors")},
+        "versions": {"kasoku": __version__, **{name: version(name) for name in others}},
         "commit": _commit(Path.cwd()),
         "kasoku_commit": _commit(Path(__file__).parent),
         "jpeg_decoder": decoder(),

@@ -68,11 +68,7 @@ class ScriptTimer:
         self.wrap(torch, "save", partial(self._within, "save", ""))
         self.wrap(DataLoader, "__iter__", self._input)
         self.wrap(data_loader_iterator, "__next__", self._input)
-        if (
-            not isinstance(loader, DataLoader)
-            and hasattr(loader, "__iter__")
-            and not type(loader).__flags__ & _IMMUTABLE
-        ):
+        if hasattr(loader, "__iter__") and not (isinstance(loader, DataLoader) or type(loader).__flags__ & _IMMUTABLE):
             self.wrap(type(loader), "__iter__", self._batches)
         for name in ("to", "cuda") if torch.version.cuda or torch.version.hip else ():
             self.wrap(Tensor, name, self._copy)

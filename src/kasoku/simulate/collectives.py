@@ -65,8 +65,6 @@ class AlgorithmCost:
 class Fastest(LinkModel):
     """The fastest of several algorithms of a collective, which depends on the number of bytes; it has no one rate."""
 
-    latency_s: float = 0.0
-    bytes_per_s: float = math.inf
     choices: tuple[tuple[str, LinkModel], ...] = ()
 
     def seconds(self, size: float) -> float:
@@ -77,7 +75,7 @@ class Fastest(LinkModel):
         return min(self.choices, key=lambda named: named[1].seconds(size))[0]
 
 
-ALONE = Fastest(choices=(("none", LinkModel(0.0, math.inf)),))  # one GPU has nothing to send
+ALONE = Fastest(0.0, math.inf, choices=(("none", LinkModel(0.0, math.inf)),))  # one GPU has nothing to send
 
 
 def flat(reducer: Reducer) -> Reducer:
@@ -131,7 +129,7 @@ def exchange_link(cluster: Cluster, gpus: int) -> Fastest:
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
     """The fastest of several named algorithms, each in every protocol of the cluster."""
     choices = tuple((f"{name}, {p.name}", way.link(p, cluster.latency)) for name, way in shapes for p in cluster.table)
-    return Fastest(compute_share=cluster.device.compute_share, choices=choices)
+    return Fastest(0.0, math.inf, compute_share=cluster.device.compute_share, choices=choices)
 
 
 def contended_s(cluster: Cluster, flows: Iterable[Flow]) -> float:

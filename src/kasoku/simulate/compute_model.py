@@ -126,9 +126,7 @@ def _measured() -> ModelCosts:
         return model_costs(Gpu.network, resnet50(), (3, 224, 224))
 
 
-def units(
-    net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None = None, *, slower: float = 1.0
-) -> list[UnitTimes]:
+def units(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None, slower: float) -> list[UnitTimes]:
     """The times of the layers for a batch of images, by a profile, or on a GPU.
 
     Those of a network that no GPU was measured with follow from its work.

@@ -266,9 +266,7 @@ def sweep(
     return {name: [(x, step(way, x)) for x in values] for name, way in ways.items()}
 
 
-def sizes(
-    cluster: Cluster, low: int, high: int, count: int = 60, *, fits: Callable[[int], bool] = lambda _: True
-) -> list[int]:
+def sizes(cluster: Cluster, low: int, high: int, *, fits: Callable[[int], bool] = lambda _: True) -> list[int]:
     """Numbers of GPUs from low to high that fill their nodes and pass `fits`, as `spaced` takes them.
 
     Raises InputError for a range that the cluster does not hold.
@@ -279,7 +277,7 @@ def sizes(
     if not possible:
         each = cluster.node.gpus
         raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
-    return spaced(possible, count, count)
+    return spaced(possible)
 
 
 def spaced(possible: Sequence[int], count: int = 60, tries: int = 60) -> list[int]:

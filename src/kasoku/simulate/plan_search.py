@@ -12,7 +12,7 @@ from kasoku.core import InputError
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
 from kasoku.simulate.collectives import flat
-from kasoku.simulate.from_recipe import Scenario, scenario, sharing, sizes
+from kasoku.simulate.from_recipe import Scenario, scenario, sharing, spaced
 from kasoku.simulate.step import extremes
 
 _SIZES = 24  # numbers of GPUs tried with each batch
@@ -62,16 +62,15 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str]
         if any(technique.saves_memory for technique in recipe.techniques):
             most = recipe.batch
         counts = [n for n in range(1, min(cluster.most, recipe.batch) + 1) if cluster.fills(n) and can_share(recipe, n)]
-        fitting = {n for n in counts if recipe.batch <= n * recipe.parts(n) * most}
+        fitting = [n for n in counts if recipe.batch <= n * recipe.parts(n) * most]
         if fitting:
             graded, shared = base, simulator.sharing
             if _has_groups(base):
                 reducer = flat(shared.reducer)
                 graded = base.with_sharing(replace(shared, policy=Graded(), next_forward=False, reducer=reducer))
-            counts = sizes(cluster, 1, cluster.most, _SIZES, fits=fitting.__contains__)
             # averaged first within nodes of as many ranks as a launcher starts on a machine, if that is faster
             nodes, each = Hierarchical(0, graded.simulator.sharing.reducer), cluster.node.gpus
-            plain = (choice(graded, gpus) for gpus in counts)
+            plain = (choice(graded, gpus) for gpus in spaced(fitting, _SIZES, _SIZES))
             simulated += [_if_faster(c, reducer=nodes) if c.step.gpus > each else c for c in plain]
         elif counts and not tight:
             fewer = "larger accumulate" if recipe.norm_batch <= most else "smaller norm_batch"

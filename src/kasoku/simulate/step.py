@@ -145,7 +145,7 @@ class Simulator:
         """
         self.cluster.nodes_for(gpus)
         if batch < gpus * parts:
-            raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
+            raise InputError(f"batch={batch} on {gpus} GPUs: at least {gpus * parts}; raise batch, or take fewer GPUs")
         images = -(-batch // (gpus * parts))  # of the GPU with the most
         pace, gpu = self.sharing.asynchronous if gpus > 1 else None, self.cluster.device
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest, but not in each step
@@ -199,7 +199,7 @@ class Simulator:
 
     def units(self, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
         """The times of the layers on one GPU."""
-        return compute_model.units(self.net, self.cluster.device, images, self.profile, slower=slower)
+        return compute_model.units(self.net, self.cluster.device, images, self.profile, slower)
 
     def evaluation_s(self, gpus: int, images: int) -> float:
         """Seconds of one evaluation: forward, and a small all-reduce of the counts.

@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, TypeVar
@@ -87,16 +87,15 @@ def tune_batch_size(
 
 
 def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int, int]) -> BatchSizeResult:
-    with ExitStack() as stack:
-        trial = _on_all_ranks(job.comm, lambda: Trial(job, strategy.needs), "copy its model or read its data")
-        if trial is None:
-            kind = SharedInputError if job.comm.rank == 0 else ReportedElsewhereError
-            short = kind("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
-            short.memory_short = True
-            raise short
-        if any(technique.compiles_model for technique in job.applied):
-            # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
-            stack.enter_context(recompile_limit(_COMPILED_FORMS))
+    trial = _on_all_ranks(job.comm, lambda: Trial(job, strategy.needs), "copy its model or read its data")
+    if trial is None:
+        kind = SharedInputError if job.comm.rank == 0 else ReportedElsewhereError
+        short = kind("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
+        short.memory_short = True
+        raise short
+    compiled = any(technique.compiles_model for technique in job.applied)
+    # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
+    with recompile_limit(_COMPILED_FORMS) if compiled else nullcontext():
         measure, ranks, sandbox = _Measurer(job, trial, budget_s), job.comm.size, trial.sandbox
         images, (least, most, multiple) = sandbox.loader.images, sizes
         groups = [technique.images_per_group or 1 for technique in job.applied] if ranks == 1 else []
@@ -190,11 +189,10 @@ class _Measurer:
 
     def _exchange(self) -> float:
         """Seconds of averaging all gradients over the ranks. Collective."""
-        params = [p for p in self.trial.sandbox.model.parameters() if p.requires_grad]
-        total = sum(p.numel() * p.element_size() for p in params)
+        total = sum(p.nbytes for p in self.trial.sandbox.model.parameters() if p.requires_grad)
         if not total:
             return 0.0
-        chunk = torch.zeros(min(total, _CHUNK_BYTES) // 4, device=self.trial.device)
+        chunk = torch.zeros(-(-min(total, _CHUNK_BYTES) // 4), device=self.trial.device)
         times_s = []
         for _ in range(1 + _EXCHANGES):  # the first one opens connections
             self.reduce([0.0])  # all ranks start together

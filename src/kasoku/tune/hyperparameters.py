@@ -298,19 +298,13 @@ def _best(trials: dict[int, Any], rung: int) -> list[Any]:
 
 
 def _evaluations(folder: Path) -> list[float]:
-    """The test accuracies of a run folder so far; none without it."""
+    """The test accuracies (0 to 1) of a run folder so far, in order; an incomplete line is skipped."""
+    values = list[float]()
     with suppress(OSError):
-        return accuracies((folder / "metrics.jsonl").read_text())
-    return []
-
-
-def accuracies(metrics: str) -> list[float]:
-    """The test accuracies (0 to 1) in the text of a metrics.jsonl, in order; an incomplete line is skipped."""
-    values = []
-    for line in metrics.splitlines():
-        if '"test_top1"' in line:
-            with suppress(ValueError):
-                values.append(float(json.loads(line)["test_top1"]))
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            if '"test_top1"' in line:
+                with suppress(ValueError):
+                    values.append(float(json.loads(line)["test_top1"]))
     return values
 
 

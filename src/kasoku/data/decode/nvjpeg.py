@@ -30,7 +30,7 @@ class Decoding(Technique, stage=Stage.DATA, changes_pixels=True):
 
     Saves: CPU time where it is short: most files are only read and resized there.
     Costs: time and memory of the GPU, and the bus to it; nothing decoded is kept; pixels differ by a level or two.
-    Ref: nvJPEG, through torchvision.io.decode_jpeg. Not seen on a GPU yet.
+    Ref: nvJPEG, through torchvision.io.decode_jpeg. No GPU has run it yet.
     """
 
     by: Literal["cpu", "nvjpeg"] = "cpu"

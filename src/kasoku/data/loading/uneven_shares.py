@@ -55,7 +55,7 @@ class Shares(Technique, stage=Stage.DATA, shares_batch=True, in_sandbox=False):
     The batches stay what they are, image by image, and so does the data order.
 
     Args:
-        images: of a batch, for each rank in rank order, each at least 1; `by_speed` gives them. Empty: equal
+        images: each rank's images of a batch, in rank order, at least 1; `by_speed` gives them. Empty: equal
             shares, with `follow`.
         at_once: the images of a part, 0 or more. Loader and job then have as many parts as this rank's share, and it
             takes them one after the other; `kasoku train` sets it where ranks were lost. 0: all ranks take equally

@@ -9,7 +9,6 @@ so a shard with an index is not written again. The bytes depend neither on the n
 import hashlib
 import io
 import itertools
-import json
 import os
 import textwrap
 import zlib
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kasoku.core.errors import InputError, first_of, one_line
-from kasoku.core.files import lock, write_atomically, write_text
+from kasoku.core.files import json_text, lock, write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.core.limits import Checked, Range, checked
 from kasoku.data.datasets.base import Dataset, Encoded
@@ -253,7 +252,7 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
         if not bytes_each:
             raise InputError(f"{dataset.name}: no image can be packed: {first_of([str(data) for data in images])}")
         facts["images_per_shard"] = max(1, shard_bytes * len(bytes_each) // sum(bytes_each))
-        write_text(run.home / "pack.json", json.dumps(facts, indent=1) + "\n")
+        write_text(run.home / "pack.json", json_text(facts))
         return facts
     for name in ("side", "format", "quality", "shard_bytes", "classes", "source"):  # must not change in a resumed run
         if before.get(name) != facts[name]:
@@ -276,7 +275,7 @@ def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
             shard = {"file": file, "images": len(index.names), "bytes": index.shard_bytes, "sha256": index.sha256}
             facts["shards"].append(shard | {"index_sha256": table})
         facts["counts"][part] = count
-    write_text(run.home / "pack.json", json.dumps(facts | {"bad": run.bad, "whole": True}, indent=1) + "\n")
+    write_text(run.home / "pack.json", json_text(facts | {"bad": run.bad, "whole": True}))
     images, megabytes = sum(facts["counts"].values()), sum(shard["bytes"] for shard in facts["shards"]) / 1e6
     line = f"{images:,} images of {len(facts['classes'])} classes, {megabytes:,.1f} MB in {len(facts['shards'])} shards"
     return f"{run.home}: {line}" + (f"; {len(run.bad)} left out: {first_of(run.bad)}" if run.bad else "")

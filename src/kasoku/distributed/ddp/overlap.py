@@ -46,7 +46,7 @@ class Overlap(Technique):
         a backward hides nothing, and late updates end before the model's forward.
         A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
         Sharded: two collectives a chunk, of the same bytes; a third one a bucket with LARS. While Planned measures,
-        and at a checkpoint, which gathers the state, the peak memory is that of whole updates. Not yet seen on a GPU.
+        and at a checkpoint, which gathers the state, the peak memory is that of whole updates. No GPU has run it.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same buckets; sharded on two ranks, for
         rules by element. Elsewhere sums have another order.
     Ref: [000] 4.4; [003]; Jayarajan 2019 (P3, arXiv 1905.03960); Peng 2019 (ByteScheduler); ZeRO (arXiv 1910.02054).

@@ -41,12 +41,14 @@ class RunRecord:
 
     @property
     def time_to_target_s(self) -> float | None:
-        return self.result.get("time_to_target_s")
+        seconds: Any = self.result.get("time_to_target_s")
+        return seconds if is_number(seconds) and seconds > 0 else None
 
     @property
     def top1(self) -> float | None:
         """The accuracy at the end; None before."""
-        return None if self.result.get("stopped") else self.result.get("top1")
+        top1: Any = self.result.get("top1")
+        return top1 if is_number(top1) and not self.result.get("stopped") else None
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ every text that comes from a run goes through `plain`, and reaches a hover text 
 """
 
 import html
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kasoku.core import InputError
+from kasoku.core.files import is_number
 from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.profile_tables import ms, profile_tables
 
@@ -106,7 +106,7 @@ def _metric_lines(runs: Sequence[RunRecord], x: str, metrics: Mapping[str, str])
     traces = []
     for i, run in enumerate(runs):
         for number, (metric, name) in enumerate(metrics.items()):
-            rows = [r for r in run.metrics if isinstance(r.get(metric), int | float) and math.isfinite(r[metric])]
+            rows = [r for r in run.metrics if is_number(r.get(metric))]
             if not rows:
                 continue
             every = -(-len(rows) // _MAX_POINTS)  # more points cannot be seen

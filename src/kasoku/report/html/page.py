@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import InputError
-from kasoku.core.files import write_text
+from kasoku.core.files import is_number, write_text
 from kasoku.report.html import figures
 from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.html.figures import COLOURS
@@ -35,7 +35,7 @@ def page(
     bars = []
     for run in runs:
         rows = run.parts.get("ledger", {}).get("rows") or run.result.get("seconds_by")
-        if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
+        if isinstance(rows, dict) and all(map(is_number, rows.values())):
             bars.append((run.name, rows))
     summaries = [_summary(run) for run in runs if run.recipe]
     for name, scores in (ensembles or {}).items():
@@ -156,4 +156,4 @@ _PARTS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {  # by the name o
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
-    return f"{value:{form}}{unit}" if isinstance(value, int | float) else "-"
+    return f"{value:{form}}{unit}" if is_number(value) else "-"
