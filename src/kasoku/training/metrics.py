@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -56,8 +57,7 @@ class Metrics:
         self.outcome = "failed"  # until `finish`
         for tracker in self.job.trackers:
             tracker.active &= run is not None
-            if run:
-                tracker.open(run.path, flat_settings(table(state.recipe)))
+            tracker.open(run.path if run else Path(), flat_settings(table(state.recipe)))
 
     def close(self) -> None:
         self.bar.close()
