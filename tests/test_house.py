@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2264,  # settings that are chosen again; loops of the user's own
+    "core": 2255,  # settings that are chosen again; loops of the user's own
     "optim": 1036,
     "models": 847,
     "device": 786,
     "data": 4698,  # parts of a share in turn; folders as they come
-    "distributed": 6065,  # sharded updates; parameters that are frozen in mid-run
+    "distributed": 6055,  # sharded updates; parameters that are frozen in mid-run
     "memory": 1890,
     "tracking": 248,  # metrics before open()
     "config": 1523,
     "tune": 1680,  # forks of a warm process, and halving that continues trials, in kasoku search
     "simulate": 1345,
     "report": 2255,
-    "training": 2724,
+    "training": 2734,  # other classes, other test images and folders that are taken are named
     "commands": 1920,  # jobs of ensembles are checked before they wait in a queue
     "testing": 606,
 }

@@ -232,9 +232,10 @@ def test_the_train_job_has_the_pods_of_the_manifest(capsys):
     assert things["ConfigMap"] == plain["ConfigMap"]
 
 
+@pytest.mark.parametrize("out", [[], ["--out", "digits-cnn-98"]])  # the image's commands begin in /runs
 @pytest.mark.parametrize("where", [*PODS, "skypilot"])
-def test_a_run_in_no_volume_is_warned_of(where, capsys):
-    assert main(["launch", where, str(RECIPE)]) == 0
+def test_a_run_in_no_volume_is_warned_of(where, out, capsys):
+    assert main(["launch", where, str(RECIPE), *out]) == 0
     said = capsys.readouterr().err
     assert said.startswith("kasoku: /runs/digits-cnn-98 is lost with its container: ")
     assert said.count("\n") == 1

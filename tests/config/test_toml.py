@@ -138,6 +138,7 @@ def test_an_integer_is_a_number():
         ("inner.on=true", ("inner", "on"), True),
         ("inner.kind=slow", ("inner", "kind"), "slow"),
         ('note="a=b"', ("note",), "a=b"),
+        ("flag=True", ("flag",), True),
         ("widths=[1, 2]", ("widths",), [1, 2]),
         ("techniques.0.decay=0.5", ("techniques", 0, "decay"), 0.5),
         ("new.table=1", ("new", "table"), 1),

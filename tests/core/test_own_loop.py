@@ -84,6 +84,16 @@ def test_a_loss_that_passes_the_job_by_is_refused(technique: Any) -> None:
         train(job, optimizer)
 
 
+def test_gradients_that_no_scale_makes_finite_are_named() -> None:
+    job, optimizer = made(LossScale(start=2.0**-99, factor=2.0**2))
+
+    def infinite(outputs: Tensor, labels: Tensor) -> Tensor:
+        return job.loss(outputs * torch.inf, labels)
+
+    with pytest.raises(InputError, match="LossScale: the gradients are finite at no scale"):
+        train(job, optimizer, infinite)
+
+
 def test_rates_are_set_by_one_of_two() -> None:
     job, optimizer = made(Rate(Linear(epochs=1)))
     train(job, optimizer)

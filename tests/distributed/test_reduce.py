@@ -262,7 +262,10 @@ def test_the_ranks_of_a_host_are_what_srun_started_there(slurm: dict[str, str]):
 def test_a_process_that_srun_did_not_start_is_none_of_its_tasks():
     salloc = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     assert place(salloc).local_size == 1
-    assert place({**salloc, "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_STEP_ID": "0"}).local_size == 8
+    started = {**salloc, "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_STEP_ID": "0"}
+    assert place(started).local_size == 8
+    shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # of an interactive step
+    assert place({**started, **shell}).size == 1
 
 
 def stopped_and_resumed(comm: Comm, reducer: Reducer) -> None:

@@ -1,5 +1,6 @@
 """`kasoku init`: writes a recipe to start from, with a comment on each key."""
 
+import shlex
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -30,8 +31,8 @@ def run(arguments: InitArguments) -> int:
     else:
         recipe = load(source)
     lines = _commented(tomllib.loads(dumps(recipe)), Recipe)
-    write_text(out, "\n".join([f"# Train it: kasoku train {out}", *lines, ""]))
-    print(f"{out}: written; train it with: kasoku train {out}")
+    write_text(out, "\n".join([f"# Train it: kasoku train {shlex.quote(str(out))}", *lines, ""]))
+    print(f"{out}: written; train it with: kasoku train {shlex.quote(str(out))}")
     return 0
 
 

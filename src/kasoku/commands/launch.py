@@ -75,9 +75,11 @@ def run_kubernetes(
         is_name = len(claim) <= 253 and re.fullmatch(rf"{label}(\.{label})*", claim)
         if not (is_name and path.startswith("/") and ":" not in path):
             raise InputError(f"--mount {mount}: CLAIM:DIR is wanted, a claim's name and an absolute folder")
-    out = arguments.out or Path("/runs") / job.name
+    out = Path("/runs") / (arguments.out or job.name)  # where the image's commands begin
     if not any(out.is_relative_to(mount.partition(":")[2]) for mount in arguments.mount):
         say(f"{out} is lost with its container: give a volume claim, as --mount CLAIM:{out.parent}")
+    if own := trust.allow_options()[1::2]:
+        say(f"the image must hold {', '.join(own)}, on its import path: only the recipe is sent")
     print(build(replace(job, out=out), image=arguments.image, mount=arguments.mount), end="")
     return 0
 

@@ -4,6 +4,7 @@ Note: imports inside functions. The trainer takes 0.5 s to import, which overlap
 imports it, and nothing here does before.
 """
 
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -111,7 +112,11 @@ def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
         return resumed_recipe(run, arguments.set), arguments.resume
     trust.allow_beside(arguments.recipe)
     source = arguments.recipe or arguments.data or Path()
-    return _load(arguments), arguments.out or free_folder(source.resolve().stem)
+    name = re.sub(r"[*?\[\]]", "", source.resolve().stem) or "photos"  # of a pattern
+    recipe, out = _load(arguments), arguments.out or free_folder(name)
+    if arguments.data and out.resolve().is_relative_to(arguments.data.resolve()):
+        raise InputError(f"{out}: lies among the photos, as if it were a class: give --out, a folder elsewhere")
+    return recipe, out
 
 
 def _load(arguments: TrainArguments, *more: str) -> Recipe:

@@ -55,12 +55,12 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
             rest = {"bias_lr": 0.1, "head_lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
             optimizer = {"use": "kasoku.optim.muon", "lr": 0.08, "momentum": 0.8, "rest": rest}
             augment["scale_min"] = 0.35
-            if size > 64:
+            if size > 64 and not any(setting.lstrip().startswith("model") for setting in settings):
                 techniques.append({"use": "kasoku.data.LowResolution", "side": size * 3 // 4, "until": 5 / 8})
     document: dict[str, Any] = {
         "batch": batch,
         "epochs": float(max(3, min(60, round(epochs)))),
-        "data": {"use": f"kasoku.data.{source.__name__}", "root": str(data.resolve()), "size": size},
+        "data": {"use": f"kasoku.data.{source.__name__}", "root": str(data.expanduser().resolve()), "size": size},
         "model": {"use": f"kasoku.models.{network}"},
         "techniques": techniques,
         "schedule": {"use": f"kasoku.core.{curve}", "warmup": warmup},

@@ -14,7 +14,6 @@ from kasoku.config.toml import Factory, resolve, table
 from kasoku.core.errors import InputError, nearest
 from kasoku.core.files import read_json
 
-Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, a number for each channel
 _SOURCES = ("use", "model_name", "checkpoint_path", "weights")  # keys that name a network or its first weights
 _LAYERS = {"classifier", "first_conv", "fixed_input_size"}  # of timm's configs: what holds whatever the weights are
 
@@ -49,7 +48,7 @@ def logits_of(model: object, images: object, output: Any) -> Any:
     return getattr(output, "logits", output)
 
 
-def normalisation(model: Factory) -> Normalisation | None:
+def normalisation(model: Factory) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """The mean and standard deviation in the network's own config; None without one."""
     if library_of(model) == "timm":
         config = _timm_config(model)

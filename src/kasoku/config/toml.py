@@ -116,7 +116,7 @@ def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a TOML file
         document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's, of letters, of a number of 4,300 digits
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:
         override(document, setting)
@@ -170,8 +170,8 @@ def override(document: dict[str, Any], setting: str) -> None:
         raise InputError(f"--set {setting}: path=value is wanted, such as --set batch=256")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        value = text
+    except (ValueError, RecursionError):
+        value = {"True": True, "False": False}.get(text, text)  # as Python writes them
     if not isinstance(value, bool | int | float | str | list | dict):
         value = text  # a folder named like a date
     at: Any = document

@@ -128,7 +128,7 @@ def check_regular(folder: Path) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
-                    raise InputError(f"{entry.path}: a link, pipe or device, which no run folder holds: remove it")
+                    raise InputError(f"{entry.path}: a link, pipe or device in a run folder: remove it, or use cp -rL")
 
 
 def read_json(file: Path) -> dict[str, Any]:

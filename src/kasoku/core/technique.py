@@ -46,6 +46,9 @@ class Technique(Checked):
     overlaps_backward: ClassVar[bool] = False  # sends gradients in buckets while backward runs
     channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
     stale: ClassVar[bool] = False  # its steps use weights that may lack the latest updates of other ranks
+    is_asynchronous: ClassVar[bool] = False  # its ranks step without waiting for each other
+    skips_unused: ClassVar[bool] = False  # takes steps that do not use all parameters, instead of refusing them
+    images_per_group: ClassVar[int] = 0  # images that share BatchNorm statistics, in whole groups a rank; 0: no groups
     averages_weights: ClassVar[bool] = False  # evaluates with other weights than those that are trained
     moves_weights: ClassVar[bool] = False  # changes weights by more than the optimizer's updates
     groups_span_ranks: ClassVar[bool] = False  # computes over the images of several ranks together
@@ -76,16 +79,6 @@ class Technique(Checked):
         """
         raise NotImplementedError(f"{type(self).__name__}.apply")
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether ranks step without waiting for each other."""
-        return False
-
-    @property
-    def skips_unused(self) -> bool:
-        """Whether it averages no gradient of parameters that a step does not use, instead of refusing the step."""
-        return False
-
     def over(self, epochs: float) -> "Technique":
         """The technique that `kasoku train` applies in place of this one; its times may be shares of the training."""
         return self
@@ -93,11 +86,6 @@ class Technique(Checked):
     def ranks_in_step(self, comm: "Comm", applied: "Sequence[Technique]") -> "Comm":
         """Those of the ranks in `comm` that make each step together with this one, by all techniques. Collective."""
         return comm
-
-    @property
-    def images_per_group(self) -> int:
-        """How many images share BatchNorm statistics, of which a rank takes whole groups at once; 0: no groups."""
-        return 0
 
     def warmed_up_rates(self, job: Any) -> list[float] | None:
         """The rate of each parameter group after the warm-up; None where this technique sets no rates."""

@@ -70,8 +70,7 @@ class CpuKernels(Technique, stage=Stage.COMPILE):
         if library() is None or not pays(torch.get_num_threads()):
             return
         if any(technique.compiles_model for technique in job.applied):
-            if job.comm.rank == 0:
-                say("CpuKernels: the kernels of compiled blocks are the compiler's: it does nothing")
+            say("CpuKernels: the kernels of compiled blocks are the compiler's: it does nothing", job.comm.rank)
             return
         for layer in job.model.modules():
             forward = _FORWARDS.get(type(layer))

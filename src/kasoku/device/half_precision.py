@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.core.torch_internals import unscale_and_check
 
+_LEAST = 2.0**-100  # scale: its inverse is finite in float32
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -102,6 +103,8 @@ class _Scaler:
         overflows, scaled = flags.tolist()
         scale, factor, self.scaled = self.scale, self.settings.factor, False
         if overflows:
+            if scale < _LEAST:
+                raise InputError("LossScale: the gradients are finite at no scale: look for NaN in a layer's backward")
             self.scale, self.good = scale / factor, 0
             return None
         if not scaled:

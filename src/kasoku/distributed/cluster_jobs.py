@@ -60,7 +60,7 @@ def manifest(spec: LaunchSpec, *, image: str, mount: Sequence[str] = (), kubeflo
     document: dict[str, Any] = json.loads(Template(_template("job.json")).substitute(escaped, **numbers))
     recipe_map, service, job, runtime, train_job = document["items"]
     document["items"] = [recipe_map, runtime, train_job] if kubeflow else [recipe_map, service, job]
-    recipe_map["data"]["recipe.toml"] = spec.recipe.read_text()
+    recipe_map["data"]["recipe.toml"] = spec.recipe.read_text(encoding="utf-8")
     pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
     container["command"] = _node_command(spec)  # its node is JOB_COMPLETION_INDEX

@@ -121,7 +121,7 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 def version_facts() -> dict[str, str]:
     """The versions of kasoku and torch, and a digest of kasoku's source."""
     package = Path(__file__).parents[1]
-    files = {str(f.relative_to(package)): f.read_text() for f in sorted(package.rglob("*.py"))}
+    files = {str(f.relative_to(package)): f.read_text(encoding="utf-8") for f in sorted(package.rglob("*.py"))}
     return {"kasoku": __version__, "source": _digest(files)[:16], "torch": torch.__version__}
 
 

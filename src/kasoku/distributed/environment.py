@@ -51,7 +51,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
         local_rank = _number(environment, "LOCAL_RANK", 0)
         return Place(rank, size, local_rank, _number(environment, "LOCAL_WORLD_SIZE", local_rank + 1), launched=True)
     if "SLURM_PROCID" in environment and ("MASTER_ADDR" in environment or "SLURM_STEP_ID" in environment):
-        rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+        rank, tasks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+        size = _number(environment, "SLURM_STEP_NUM_TASKS", tasks)  # one in the shell of salloc
         local_rank = _number(environment, "SLURM_LOCALID")
         a_node = size // max(1, _number(environment, "SLURM_NNODES", 1))
         local_size = _number(environment, "SLURM_NTASKS_PER_NODE", max(a_node, local_rank + 1))

@@ -125,10 +125,8 @@ def _as_timm_converts(model: nn.Module, state: dict[str, Tensor]) -> dict[str, T
     own = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if not module or not module.__name__.startswith("timm.") or own == {n: t.shape for n, t in state.items()}:
         return state
-    convert, first = (
-        getattr(module, "checkpoint_filter_fn", None),
-        getattr(model, "pretrained_cfg", {}).get("first_conv"),
-    )
+    convert = getattr(module, "checkpoint_filter_fn", None)
+    first = getattr(model, "pretrained_cfg", {}).get("first_conv")
     with suppress(AttributeError, KeyError, RuntimeError, ValueError):  # not weights of this network: `fill` says so
         state = convert(state, model) if convert else state
         for name in [f"{conv}.weight" for conv in ([first] if isinstance(first, str) else first or ())]:

@@ -110,7 +110,8 @@ class Bar:
 
     def say(self, line: str) -> None:
         """Prints a line above the bar."""
-        self._console.print(line, markup=False, soft_wrap=True)
+        with suppress(SystemExit):  # rich's answer to a pipe that was closed; it is silent from then on
+            self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stops the bar and leaves its last state on the screen."""

@@ -59,8 +59,8 @@ def train(
     """
     started, comm = Wall().now(), comm or default_comm()
     shares: tuple[int, ...] = ()
+    folder = Path(out or "").expanduser()
     if out and resume:
-        folder = Path(out)
         run_on_all_ranks(comm, lambda: check_same_training(folder, recipe))
         if run_on_all_ranks(comm, lambda: finished(folder, recipe)):
             upload(comm, folder, recipe.save.upload)
@@ -72,8 +72,8 @@ def train(
             say("Track and save.upload send nothing without a run folder: give out, a folder", comm.rank)
         return fit(training, None, started=started, quiet=quiet)
     describe = partial(training.describe, import_folders=None if resume else trust.import_folders(None))
-    result = fit_in(Path(out), training, describe, started=started, resume=resume, quiet=quiet)
-    upload(comm, Path(out), "" if result.stopped else recipe.save.upload)
+    result = fit_in(folder, training, describe, started=started, resume=resume, quiet=quiet)
+    upload(comm, folder, "" if result.stopped else recipe.save.upload)
     return result
 
 
@@ -92,7 +92,7 @@ def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: 
     """
     runs = [run] if isinstance(run, str | PathLike) else run
     with trust.only(allow):
-        return trained_run.score_runs([Path(each) for each in runs], Path(data) if data else None)[-1][1]
+        return trained_run.score_runs([Path(each).expanduser() for each in runs], Path(data) if data else None)[-1][1]
 
 
 def predict(
@@ -112,7 +112,7 @@ def predict(
         InputError: if there is no run, and for a file that is missing, damaged, or no image.
     """
     with trust.only(allow):
-        members = trained_run.load_members([Path(run)], precision="fp32")
+        members = trained_run.load_members([Path(run).expanduser()], precision="fp32")
     given = [images] if isinstance(images, str | PathLike) else images
     files = [file for image in given for file in find_images(Path(image))]
     found = {}

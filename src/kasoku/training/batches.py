@@ -174,7 +174,7 @@ class AsyncSource:
         """Writes how stale the updates were. Collective."""
         counts = self._exchange.staleness
         mean = sum(staleness * n for staleness, n in counts.items()) / max(1, counts.total())
-        document = {"mean": round(mean, 3), "updates": {str(staleness): n for staleness, n in sorted(counts.items())}}
+        document = {"mean": round(mean, 3), "updates": dict(sorted(counts.items()))}
         self.state.write(lambda run: run.write("staleness.json", json.dumps(document) + "\n"))
         lacked = f"{mean:.1f} updates of other ranks on average, at most {max(counts, default=0)}"
         self.metrics.bar.say(f"staleness: an update lacked {lacked}")

@@ -10,6 +10,7 @@ else, or has a removed setting. Runs of another format are not read.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -47,7 +48,7 @@ class RunFolder:
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
         self._lock = files.locked_folder(path, "training", below="checkpoints")
-        if not resume and (path / "recipe.toml").exists():
+        if not resume and ((path / "recipe.toml").exists() or members_of(path) or any(path.glob("checkpoints/step-*"))):
             self._lock.close()
             raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")
         self._digests = digests_in(path) if resume else {}
@@ -102,7 +103,7 @@ def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     file = checked_file(folder, "recipe.toml")
     trust.search_import_folders(file)
     document = read_document(file)
-    if not file.read_text().startswith(FORMAT):
+    if not file.read_text(encoding="utf-8").startswith(FORMAT):
         advice = "another version of kasoku wrote it: evaluate it with that version, or train anew"
         raise InputError(f'{file}: the first line is not "{FORMAT.strip()}": {advice}')
     return from_document(document, settings)
@@ -142,14 +143,15 @@ def finished(folder: Path, recipe: Recipe) -> str:
     if not on_target and epochs + epochs / max(1.0, steps) <= recipe.epochs:
         return ""
     more = "evaluate.stop=false" if on_target else f"epochs=N, N above {recipe.epochs:g}"
-    return f"finished: {epochs:g} epoch{'s' * (epochs != 1)}, accuracy {top1:.2%}; to train on: --set {more}"
+    return f"finished: {epochs:g} epoch{'s' * (epochs != 1)}, accuracy {top1:.2%}; to train on: --resume, --set {more}"
 
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
     """Raises InputError where a recipe is not the run's in more than a resumed run may change."""
     old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
-        if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
+        loaded = re.fullmatch(r"techniques\.\d+\.weights|model\.checkpoint_path", name)  # before the checkpoint was
+        if old.get(name) != new.get(name) and not (name.startswith(CHANGEABLE) or loaded):
             got = f"its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another training"
             raise InputError(f"{folder}: {got}; only {', '.join(CHANGEABLE)} may change")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.config.recipe import Recipe, dumps
-from kasoku.core import Job
+from kasoku.core import InputError, Job
 from kasoku.core.files import json_text, read_json
 from kasoku.data import Dataset, Loader
 from kasoku.device import Chosen
@@ -52,6 +52,8 @@ class Training:
             run.write("data.json", json_text({**facts, "mean": d.mean, "std": d.std}))
             more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
             run.write("environment.json", json_text({**environment(), **more}))
+        elif read_json(run.path / "data.json").get("classes", [*d.classes]) != [*d.classes]:
+            raise InputError(f"{run.path}: trained on other classes than the data has now: bring that data back")
         run.write("recipe.toml", FORMAT + dumps(self.recipe))
         if shares and import_folders is not None:
             run.write(SHARES, json.dumps(shares) + "\n")

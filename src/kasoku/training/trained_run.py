@@ -30,6 +30,7 @@ from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import Scores, averaged, score
 from kasoku.training.run_folder import load_recipe, members_of
 
+_MOST = 256  # images of a batch, unless the recipe says how many
 Classified = tuple[Path, list[tuple[str, float]], str]  # an image, its likeliest classes, why it cannot be read
 
 
@@ -95,9 +96,11 @@ def load_members(paths: Sequence[Path], *, precision: Precision | None = None) -
     Raises InputError as `load`, and for runs that were trained on other data.
     """
     members = [load(run, precision=precision) for path in paths for run in members_of(path) or [path]]
+    if not members:
+        raise InputError("no run is given: give a run folder, or several")
     first = members[0]
     for other in members[1:]:
-        if (other.classes, other.image_size, other.mean) != (first.classes, first.image_size, first.mean):
+        if any(getattr(other, fact) != getattr(first, fact) for fact in ("classes", "image_size", "mean", "std")):
             raise InputError(f"{other.path}: trained on other data than {first.path}: an ensemble needs the same data")
     return members
 
@@ -131,7 +134,7 @@ def classify(members: Sequence[Trained], files: Sequence[Path], top: int) -> Ite
     images = _Unlabelled(tuple(map(str, files)), torch.zeros(count, dtype=torch.int64), side=stored_side(max(size)))
     facts = (first.channels, size, first.mean, first.std)
     dataset = Dataset("images", first.classes, images, images, *facts, max_bad_fraction=1.0)
-    batch, start = first.recipe.evaluate.batch or first.recipe.images_at_once(1), 0
+    batch, start = first.recipe.evaluate.batch or min(_MOST, first.recipe.images_at_once(1)), 0
     batches = loader(dataset, "test", batch, device=first.device, cache_bytes=0)
     bad = cast(Skipped, batches.skipped).reasons
     for x_NCHW, _ in batches:
@@ -156,7 +159,9 @@ def score_runs(paths: Sequence[Path], data: Path | None = None, comm: Comm | Non
     members = run_on_all_ranks(comm, lambda: load_members(paths))
     first = members[0]
     dataset = run_on_all_ranks(comm, lambda: _test_images(first, data))
-    batch = first.recipe.evaluate.batch or first.recipe.images_at_once(1)
+    if data is None and any(member.recipe.data != first.recipe.data for member in members):
+        say(f"tested on the test images of {first.path}, some of which the others may have trained on", comm.rank)
+    batch = first.recipe.evaluate.batch or min(_MOST, first.recipe.images_at_once(1))
     batches = loader(dataset, "test", batch + -batch % comm.size, device=first.device, comm=comm)
 
     def outputs(x_NCHW: Tensor, _: Tensor) -> list[Tensor]:

@@ -162,7 +162,7 @@ class _Trials:
                 continue
             number, trial = 1 + max(self._begun(), default=0), self.study.ask()
             earlier = trial.user_attrs.get("folder")
-            folder = Path(earlier) if earlier else self.plan.folder / f"trial-{number}"
+            folder = self.plan.folder / (Path(earlier).name if earlier else f"trial-{number}")  # it may have moved
             trial.set_user_attr("folder", str(folder))
             settings = {path: choice.proposed(trial, path) for path, choice in self.plan.space.items()}
             trial.set_user_attr("settings", settings)

@@ -80,7 +80,7 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
                         got = f"a batch here has {x_NCHW.ndim} dimensions"
                         raise InputError(f"cutmix={self.cutmix}: for images (N, C, H, W), {got}: set it to 0")
                     size = (x_NCHW.shape[2], x_NCHW.shape[3]) if x_NCHW.ndim == 4 else (1, 1)
-                    keys = [getattr(job.plain_loader, "seed", 0) % 2**64, step, first_part(job) + micro]
+                    keys = [(getattr(job.plain_loader, "seed", None) or 0) % 2**64, step, first_part(job) + micro]
                     pairing = self.draw(np.random.Generator(np.random.PCG64(keys)), len(y_N), size)
                     x_NCHW = pairing.mixed(x_NCHW)
                     labels_N.mixed_with = (pairing.share, pairing.partners(y_N))  # type: ignore[attr-defined]

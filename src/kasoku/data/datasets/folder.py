@@ -140,7 +140,7 @@ def split_off(
 
 def find_images(path: str | Path) -> list[Path]:
     """The image files below a folder, sorted, without hidden ones; or the file itself. Raises InputError for none."""
-    start = Path(path).expanduser()
+    start = Path(os.path.expanduser(path))  # not of pathlib, which takes ~photo.jpg for a user
     if start.suffix.lower() in (".parquet", ".tar", *LISTS):
         raise InputError(f"{path}: no image; give image files, or folders of them")
     if start.is_file():

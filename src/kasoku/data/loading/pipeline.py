@@ -78,7 +78,7 @@ class Pipeline(Checked):
         augment, dataset, side = self.augment, self.dataset, min(self.dataset.image_size)
         if augment.translate >= side:
             raise InputError(f"translate={augment.translate}: at most {side - 1} for images of {side} pixels")
-        if augment.crop != "center" and self.in_memory:
+        if augment.crop != "center" and isinstance(self.source, Memory):
             raise InputError(f"crop={augment.crop}: only for image files, {dataset.name} is in memory; use translate")
 
     @property
@@ -100,10 +100,6 @@ class Pipeline(Checked):
         return self.dataset.train if self.split == "train" else self.dataset.test
 
     @property
-    def in_memory(self) -> bool:
-        return isinstance(self.source, Memory)
-
-    @property
     def train(self) -> bool:
         """Whether images are shuffled, varied and replaced where they are bad."""
         return self.split == "train" and self.shuffled
@@ -111,7 +107,7 @@ class Pipeline(Checked):
     @property
     def varies_in_threads(self) -> bool:
         """Whether the threads that decode run `vary` too."""
-        return self.train and self.vary is not None and self.vary.per_image and not self.in_memory
+        return self.train and self.vary is not None and self.vary.per_image and not isinstance(self.source, Memory)
 
     @property
     def own_batch(self) -> int:

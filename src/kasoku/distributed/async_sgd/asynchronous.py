@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kasoku.core import Comm, InputError, Job, Range, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, average_buffers
+from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights, means_over
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import CODECS, WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
@@ -89,7 +89,7 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
         return self.predict if self.predict >= 0 else 2.0 * self.hidden
 
     @property
-    def is_asynchronous(self) -> bool:
+    def is_asynchronous(self) -> bool:  # type: ignore[override]
         """True unless `max_staleness` is 0."""
         return self.max_staleness != 0
 
@@ -108,9 +108,8 @@ class Asynchronous(Technique, stage=Stage.NODE, refuses=_REFUSED, exchanges_grad
         if len(nodes) > 1:
             own = comm.sub(nodes)
             return own if own.size > 1 else Solo(comm.clock)
-        if comm.rank == 0:
-            every = f"all ranks share a host, so that {beside} has them all step together"
-            say(f"Asynchronous: {every}; node=... divides them")
+        every = f"all ranks share a host, so that {beside} has them all step together"
+        say(f"Asynchronous: {every}; node=... divides them", comm.rank)
         return comm
 
     def apply(self, job: Job) -> None:
@@ -249,7 +248,8 @@ class Exchange:
             staleness, self.batches_dealt, steps = weights.gather(self.comm, self.step)
             self.staleness += staleness  # keeps those above 0
             self._started, self._entered, weights.server.dealt, self._shares = False, False, None, 0
-        average_buffers(self.job.model, self.comm)
+        for x, mean in zip(self.job.model.buffers(), means_over(self.job.model.buffers(), self.comm), strict=True):
+            x.copy_(mean)
         weights.begin()
         self.step = 0
         if steps:

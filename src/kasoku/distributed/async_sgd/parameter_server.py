@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kasoku.core import Comm, Trace
 from kasoku.distributed.async_sgd.worker import Codec, WorkerGroup, answered
@@ -219,12 +219,6 @@ def means_over(tensors: Iterable[Tensor], comm: Comm, held: Sequence[object] = (
         comm.all_reduce(mine, op="sum" if floating else "max").wait()
         means.append((mine / n if floating else mine).view_as(x))
     return means
-
-
-def average_buffers(model: nn.Module, comm: Comm) -> None:
-    """Gives the model's buffers their `means_over` all ranks. Collective."""
-    for x, mean in zip(model.buffers(), means_over(model.buffers(), comm), strict=True):
-        x.copy_(mean)
 
 
 def _copy_from_first(node: Comm, x: Tensor) -> Tensor:

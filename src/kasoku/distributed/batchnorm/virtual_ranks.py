@@ -44,7 +44,7 @@ class VirtualRanks(Technique, stage=Stage.COMM, refuses=_REFUSED, groups_span_ra
     average: Annotated[float, Range("0 takes each module's own momentum", at_least=0, below=math.inf)] = 0.0
 
     @property
-    def images_per_group(self) -> int:
+    def images_per_group(self) -> int:  # type: ignore[override]
         return self.norm_batch
 
     def apply(self, job: Job) -> None:
@@ -164,8 +164,7 @@ class _RunningStatistics:
         off = first / groups.clamp(min=1)
         variance = second / groups.clamp(min=1) - off * off
         variance *= values / (values - 1).clamp(min=1)  # torch's running variance is the unbiased one
-        updates = batches_of(job.loader) / job.accumulate if self.average else 0.0
-        fixed = momentum(self.average, updates) if self.average else None
+        fixed = momentum(self.average, batches_of(job.loader) / job.accumulate) if self.average else None
         momenta = [norm.momentum if fixed is None else fixed for norm in self.norms]
         for i, norm in enumerate(self.norms):
             if momenta[i] is None:  # torch: the plain mean of all updates so far

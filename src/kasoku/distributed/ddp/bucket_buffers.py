@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kasoku.core import Comm, InputError, Trace, Work
+from kasoku.core.errors import first_of
 from kasoku.core.hardware import is_dense
 from kasoku.core.torch_internals import version
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk
@@ -58,11 +59,6 @@ class Bucket:
         """Whether it has all its gradients; a parameter that was frozen since gets none."""
         few = len(self.views) - len(self.versions) <= len(self.idle)  # else there is nothing to look for
         return few and all(p in self.versions for p in self.views if p.requires_grad)
-
-    @property
-    def frozen(self) -> bool:
-        """Whether all its parameters are."""
-        return not any(p.requires_grad for p in self.views)
 
     def wait(self) -> None:
         """Returns when the buffer holds the mean."""
@@ -167,9 +163,8 @@ class BucketLayout:
 
     def refuse_missing(self) -> None:
         """Raises InputError for parameters without a gradient; those that were frozen since are not updated."""
-        if missing := self.missing():
-            names = ", ".join([*(self.names[p] for p in missing[:3]), *(["..."] if len(missing) > 3 else [])])
-            none = f"Overlap: {len(missing)} parameters got no gradient in backward ({names})"
+        if missing := [self.names[p] for p in self.missing()]:
+            none = f"Overlap: {len(missing)} parameters got no gradient in backward ({first_of(missing, 3)})"
             raise InputError(f'{none}: freeze them before apply, or set unused = "skip"')
         for bucket in self.buckets:
             bucket.idle = frozenset(p for p in bucket.views if not p.requires_grad)

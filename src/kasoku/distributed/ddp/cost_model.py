@@ -57,7 +57,7 @@ class Sized:
     @property
     def width(self) -> float:
         """Bytes per element."""
-        return self.size / self.elements
+        return self.size / max(1, self.elements)
 
 
 @dataclass(frozen=True, order=True)

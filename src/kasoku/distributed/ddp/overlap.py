@@ -66,7 +66,7 @@ class Overlap(Technique):
     retune: bool = False
 
     @property
-    def skips_unused(self) -> bool:
+    def skips_unused(self) -> bool:  # type: ignore[override]
         return self.unused == "skip"
 
     def apply(self, job: Job) -> None:

@@ -88,7 +88,7 @@ class Engine:
         self.job.trace.poll_transfers()
         order, buckets = self.layout.order, self.layout.buckets
         while self.sent < len(order) and (bucket := buckets[order[self.sent].bucket]).whole:
-            if not bucket.frozen:
+            if any(p.requires_grad for p in bucket.views):  # else all were frozen since
                 self.send_chunk(order[self.sent])
             self.sent += 1
 

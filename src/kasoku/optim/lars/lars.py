@@ -89,8 +89,7 @@ class LARS(torch.optim.Optimizer):
                     last = state.get("lr", 0.0)
                     keep *= group["lr"] / last if last else 1.0
                     state["lr"] = group["lr"]
-                g = g if g.stride() == p.stride() else laid_out_like(p, g)
-                move = Move(p, g, state, keep, rule, state.pop("squares", None))
+                move = Move(p, laid_out_like(p, g), state, keep, rule, state.pop("squares", None))
                 alike.setdefault((p.device, p.dtype, g.dtype), []).append(move)
         for (device, *_), moves in alike.items():
             path, rest = _path(device), moves
