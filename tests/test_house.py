@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2255,  # settings that are chosen again; loops of the user's own
+    "core": 2258,  # settings that are chosen again; loops of the user's own
     "optim": 1036,
     "models": 847,
     "device": 786,

@@ -84,14 +84,17 @@ def test_a_loss_that_passes_the_job_by_is_refused(technique: Any) -> None:
         train(job, optimizer)
 
 
-def test_gradients_that_no_scale_makes_finite_are_named() -> None:
+def test_a_scale_does_not_fall_without_end() -> None:
     job, optimizer = made(LossScale(start=2.0**-99, factor=2.0**2))
 
     def infinite(outputs: Tensor, labels: Tensor) -> Tensor:
         return job.loss(outputs * torch.inf, labels)
 
-    with pytest.raises(InputError, match="LossScale: the gradients are finite at no scale"):
-        train(job, optimizer, infinite)
+    train(job, optimizer, infinite)
+    assert job.kept("loss_scale").scale == 2.0**-100
+    before = job.model[2].bias.detach().clone()
+    train(job, optimizer, job.loss)
+    assert not torch.equal(job.model[2].bias, before)
 
 
 def test_rates_are_set_by_one_of_two() -> None:

@@ -266,6 +266,10 @@ def test_a_process_that_srun_did_not_start_is_none_of_its_tasks():
     assert place(started).local_size == 8
     shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # of an interactive step
     assert place({**started, **shell}).size == 1
+    part = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1"}  # a step on one of the nodes
+    del started["SLURM_NTASKS_PER_NODE"]
+    ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(4)]
+    assert [place({**started, **part, **rank}).local_size for rank in ranks] == [4] * 4
 
 
 def stopped_and_resumed(comm: Comm, reducer: Reducer) -> None:

@@ -149,7 +149,7 @@ def test_links_and_pipes_in_a_run_folder_are_refused(
         assert main([*words, str(run)]) == 2
         assert (
             capsys.readouterr().err
-            == f"kasoku: {run / name}: a link, pipe or device in a run folder: remove it, or use cp -rL\n"
+            == f"kasoku: {run / name}: a link, pipe or device: remove it, or put a copy of the file there\n"
         )
     assert victim.read_text() == "as it was"
 

@@ -192,9 +192,8 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, capsys):
         assert train("--resume", str(run), *more) == 0
         out, err = capsys.readouterr()
         assert out == ""
-        assert re.fullmatch(
-            rf"kasoku: {run}: finished: 3 epochs, accuracy \d\d\.\d\d%; to train on: .*epochs=N.*\n", err
-        )
+        finished_line = r"finished: 3 epochs, accuracy \d\d\.\d\d%; train on: --resume with --set epochs=N.*\n"
+        assert re.fullmatch(f"kasoku: {run}: {finished_line}", err)
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
     (run / "result.json").write_text(json.dumps(json.loads((run / "result.json").read_text()) | {"epochs": 1.0}))
     assert finished(run, replace(load_recipe(run), epochs=1.0)).startswith("finished: 1 epoch, accuracy ")

@@ -79,7 +79,7 @@ def run_kubernetes(
     if not any(out.is_relative_to(mount.partition(":")[2]) for mount in arguments.mount):
         say(f"{out} is lost with its container: give a volume claim, as --mount CLAIM:{out.parent}")
     if own := trust.allow_options()[1::2]:
-        say(f"the image must hold {', '.join(own)}, on its import path: only the recipe is sent")
+        say(f"the image must have the modules {', '.join(own)}: the job brings only the recipe")
     print(build(replace(job, out=out), image=arguments.image, mount=arguments.mount), end="")
     return 0
 

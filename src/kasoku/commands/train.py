@@ -114,7 +114,9 @@ def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
     source = arguments.recipe or arguments.data or Path()
     name = re.sub(r"[*?\[\]]", "", source.resolve().stem) or "photos"  # of a pattern
     recipe, out = _load(arguments), arguments.out or free_folder(name)
-    if arguments.data and out.resolve().is_relative_to(arguments.data.resolve()):
+    root, writes = Path(str(recipe.data.keys.get("root"))), not (arguments.show or arguments.dry_run)
+    flat = recipe.data.use == "kasoku.data.folder" and not (root / "train").is_dir()  # each folder is a class
+    if arguments.data and flat and writes and not (out / "recipe.toml").exists() and out.resolve().is_relative_to(root):
         raise InputError(f"{out}: lies among the photos, as if it were a class: give --out, a folder elsewhere")
     return recipe, out
 

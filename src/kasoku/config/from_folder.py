@@ -16,6 +16,7 @@ from kasoku import models
 from kasoku.config.recipe import AUTO, Recipe, from_document
 from kasoku.config.toml import override
 from kasoku.core import InputError
+from kasoku.core.files import expanded
 from kasoku.data import Encoded
 from kasoku.data.datasets.tables import read_photos
 
@@ -60,7 +61,7 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     document: dict[str, Any] = {
         "batch": batch,
         "epochs": float(max(3, min(60, round(epochs)))),
-        "data": {"use": f"kasoku.data.{source.__name__}", "root": str(data.expanduser().resolve()), "size": size},
+        "data": {"use": f"kasoku.data.{source.__name__}", "root": str(expanded(data).resolve()), "size": size},
         "model": {"use": f"kasoku.models.{network}"},
         "techniques": techniques,
         "schedule": {"use": f"kasoku.core.{curve}", "warmup": warmup},

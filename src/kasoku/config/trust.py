@@ -52,10 +52,6 @@ def only(names: Iterable[str]) -> Iterator[None]:
 def allow_beside(recipe: Path | None) -> None:
     """Lets a recipe that the user gives name the modules in its folder and in the current one."""
     folders = [Path.cwd(), *([recipe.resolve().parent] if recipe else [])]
-    for name in _own_used & sys.modules.keys():
-        own = folders[-1] / f"{name}.py"
-        if own.is_file() and own != Path(sys.modules[name].__file__ or "").resolve():
-            raise InputError(f"{own}: another module {name} was imported before: use it in a process of its own")
     _folders.update(folders)
     _search([*map(str, folders), *(import_folders(recipe) if _allowed else [])])
 

@@ -119,6 +119,11 @@ def open_regular(path: str) -> int:
     return descriptor
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path, with the home folder for ~; pathlib raises an error for ~name without such a user."""
+    return Path(os.path.expanduser(path))
+
+
 def check_regular(folder: Path) -> None:
     """Raises InputError if there is a link, pipe or device in a folder: links lead elsewhere, reading a pipe blocks."""
     folders = [str(folder)]
@@ -128,7 +133,9 @@ def check_regular(folder: Path) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
-                    raise InputError(f"{entry.path}: a link, pipe or device in a run folder: remove it, or use cp -rL")
+                    raise InputError(
+                        f"{entry.path}: a link, pipe or device: remove it, or put a copy of the file there"
+                    )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -103,9 +103,7 @@ class _Scaler:
         overflows, scaled = flags.tolist()
         scale, factor, self.scaled = self.scale, self.settings.factor, False
         if overflows:
-            if scale < _LEAST:
-                raise InputError("LossScale: the gradients are finite at no scale: look for NaN in a layer's backward")
-            self.scale, self.good = scale / factor, 0
+            self.scale, self.good = max(scale / factor, _LEAST), 0
             return None
         if not scaled:
             raise InputError("LossScale: a loss that is not of job.loss was not scaled: call job.loss(outputs, labels)")

@@ -1,8 +1,8 @@
 """The rank of this process and the ranks on its host, from the variables of the launcher, and the nodes of all ranks.
 
 Note: variables. torchrun and its like set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. srun sets SLURM_PROCID,
-SLURM_NTASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PORT give the address of rank 0. A batch
-script has Slurm's variables too; a process that it starts without srun and without MASTER_ADDR runs alone.
+SLURM_STEP_NUM_TASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PORT give the address of rank 0. A
+batch script has Slurm's variables too; a process that it starts without srun and without MASTER_ADDR runs alone.
 """
 
 import os
@@ -54,7 +54,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
         rank, tasks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
         size = _number(environment, "SLURM_STEP_NUM_TASKS", tasks)  # one in the shell of salloc
         local_rank = _number(environment, "SLURM_LOCALID")
-        a_node = size // max(1, _number(environment, "SLURM_NNODES", 1))
+        a_node = size // max(1, _number(environment, "SLURM_STEP_NUM_NODES", _number(environment, "SLURM_NNODES", 1)))
         local_size = _number(environment, "SLURM_NTASKS_PER_NODE", max(a_node, local_rank + 1))
         if torch.cuda.device_count() == 1:  # Slurm shows each task a GPU of its own
             local_rank = 0

@@ -10,6 +10,7 @@ from kasoku.config.recipe import Recipe, load
 from kasoku.config.shipped import locate
 from kasoku.core import Comm, InputError, Wall, say
 from kasoku.core.comm import default_comm
+from kasoku.core.files import expanded
 from kasoku.data import Shares, find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
@@ -59,7 +60,7 @@ def train(
     """
     started, comm = Wall().now(), comm or default_comm()
     shares: tuple[int, ...] = ()
-    folder = Path(out or "").expanduser()
+    folder = expanded(out or "")
     if out and resume:
         run_on_all_ranks(comm, lambda: check_same_training(folder, recipe))
         if run_on_all_ranks(comm, lambda: finished(folder, recipe)):
@@ -92,7 +93,7 @@ def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: 
     """
     runs = [run] if isinstance(run, str | PathLike) else run
     with trust.only(allow):
-        return trained_run.score_runs([Path(each).expanduser() for each in runs], Path(data) if data else None)[-1][1]
+        return trained_run.score_runs([expanded(each) for each in runs], Path(data) if data else None)[-1][1]
 
 
 def predict(
@@ -112,7 +113,7 @@ def predict(
         InputError: if there is no run, and for a file that is missing, damaged, or no image.
     """
     with trust.only(allow):
-        members = trained_run.load_members([Path(run).expanduser()], precision="fp32")
+        members = trained_run.load_members([expanded(run)], precision="fp32")
     given = [images] if isinstance(images, str | PathLike) else images
     files = [file for image in given for file in find_images(Path(image))]
     found = {}

@@ -10,7 +10,6 @@ else, or has a removed setting. Runs of another format are not read.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -143,15 +142,14 @@ def finished(folder: Path, recipe: Recipe) -> str:
     if not on_target and epochs + epochs / max(1.0, steps) <= recipe.epochs:
         return ""
     more = "evaluate.stop=false" if on_target else f"epochs=N, N above {recipe.epochs:g}"
-    return f"finished: {epochs:g} epoch{'s' * (epochs != 1)}, accuracy {top1:.2%}; to train on: --resume, --set {more}"
+    return f"finished: {epochs:g} epoch{'s' * (epochs != 1)}, accuracy {top1:.2%}; train on: --resume with --set {more}"
 
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
     """Raises InputError where a recipe is not the run's in more than a resumed run may change."""
     old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
-        loaded = re.fullmatch(r"techniques\.\d+\.weights|model\.checkpoint_path", name)  # before the checkpoint was
-        if old.get(name) != new.get(name) and not (name.startswith(CHANGEABLE) or loaded):
+        if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
             got = f"its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another training"
             raise InputError(f"{folder}: {got}; only {', '.join(CHANGEABLE)} may change")
 

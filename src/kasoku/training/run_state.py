@@ -52,8 +52,9 @@ class Training:
             run.write("data.json", json_text({**facts, "mean": d.mean, "std": d.std}))
             more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
             run.write("environment.json", json_text({**environment(), **more}))
-        elif read_json(run.path / "data.json").get("classes", [*d.classes]) != [*d.classes]:
-            raise InputError(f"{run.path}: trained on other classes than the data has now: bring that data back")
+        elif (known := read_json(run.path / "data.json").get("classes", [*d.classes])) != [*d.classes]:
+            unlike = ", ".join(sorted({*known} ^ {*d.classes})[:3]) or "in another order"
+            raise InputError(f"{run.path}: trained on other classes than its data has now ({unlike}): bring these back")
         run.write("recipe.toml", FORMAT + dumps(self.recipe))
         if shares and import_folders is not None:
             run.write(SHARES, json.dumps(shares) + "\n")

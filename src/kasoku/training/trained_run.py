@@ -16,7 +16,7 @@ from kasoku.config import libraries
 from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError, Job, Solo, say, summary
-from kasoku.core.files import checked_file, is_number, load_weights, read_json
+from kasoku.core.files import checked_file, expanded, is_number, load_weights, read_json
 from kasoku.data import Dataset, Files, decode, loader
 from kasoku.data.augment.basic import stored_side
 from kasoku.data.datasets.tables import read_photos
@@ -161,7 +161,7 @@ def score_runs(paths: Sequence[Path], data: Path | None = None, comm: Comm | Non
     dataset = run_on_all_ranks(comm, lambda: _test_images(first, data))
     if data is None and any(member.recipe.data != first.recipe.data for member in members):
         say(f"tested on the test images of {first.path}, some of which the others may have trained on", comm.rank)
-    batch = first.recipe.evaluate.batch or min(_MOST, first.recipe.images_at_once(1))
+    batch = first.recipe.evaluate.batch or min(_MOST * comm.size, first.recipe.images_at_once(1))
     batches = loader(dataset, "test", batch + -batch % comm.size, device=first.device, comm=comm)
 
     def outputs(x_NCHW: Tensor, _: Tensor) -> list[Tensor]:
@@ -185,6 +185,7 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
     if data is None:
         dataset = recipes.checked(trained.recipe.data(), Dataset, "data")
     else:
+        data = expanded(data)
         _, photos = read_photos(str(data), trained.image_size[0])
         if photos.undivided and not (data / "train").is_dir():  # no test part: all images are tested
             photos = dataclasses.replace(photos, test=photos.undivided)

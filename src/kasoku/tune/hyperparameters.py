@@ -60,10 +60,10 @@ class TrialResult:
     folder: str
 
     @classmethod
-    def of(cls, trial: Any) -> "TrialResult":
-        """That of Optuna's trial."""
-        kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
-        return cls(_number(trial), **kept)
+    def of(cls, trial: Any, home: Path) -> "TrialResult":
+        """That of Optuna's trial, in the folder of the search, which may have moved."""
+        kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result")}
+        return cls(_number(trial), **kept, folder=str(home / Path(trial.user_attrs["folder"]).name))
 
     @property
     def top1(self) -> float:
@@ -212,7 +212,7 @@ class _Trials:
                     self.say(f"trial {_number(run.trial)}: killed by signal {killed_by}; it is continued")
                 else:
                     self._finish(run)
-                    self.say(str(TrialResult.of(run.trial)))
+                    self.say(str(TrialResult.of(run.trial, self.plan.folder)))
             elif run.ended_s:
                 if time.monotonic() - run.ended_s > _GRACE_S:
                     run.process.send_signal(signal.SIGKILL)
@@ -234,8 +234,10 @@ class _Trials:
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
-        ended = (trial for trial in self._begun().values() if "how" in trial.user_attrs)
-        return sorted(map(TrialResult.of, ended), key=lambda run: (run.how != "done", -run.top1, run.trial))
+        ended = [
+            TrialResult.of(trial, self.plan.folder) for trial in self._begun().values() if "how" in trial.user_attrs
+        ]
+        return sorted(ended, key=lambda run: (run.how != "done", -run.top1, run.trial))
 
     def _report(self, run: _TrialProcess) -> bool:
         """Reports new evaluations to the study; returns whether there were any."""

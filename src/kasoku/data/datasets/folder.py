@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kasoku.core import Comm, InputError, say, summary
+from kasoku.core.files import expanded
 from kasoku.data.datasets.base import Dataset, Files, held_out
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.decode.native import max_pixels
@@ -140,7 +141,7 @@ def split_off(
 
 def find_images(path: str | Path) -> list[Path]:
     """The image files below a folder, sorted, without hidden ones; or the file itself. Raises InputError for none."""
-    start = Path(os.path.expanduser(path))  # not of pathlib, which takes ~photo.jpg for a user
+    start = expanded(path)
     if start.suffix.lower() in (".parquet", ".tar", *LISTS):
         raise InputError(f"{path}: no image; give image files, or folders of them")
     if start.is_file():
