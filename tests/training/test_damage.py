@@ -148,8 +148,7 @@ def test_links_and_pipes_in_a_run_folder_are_refused(
         make(run / name)
         assert main([*words, str(run)]) == 2
         assert (
-            capsys.readouterr().err
-            == f"kasoku: {run / name}: a link, pipe or device: remove it, or put a copy of the file there\n"
+            capsys.readouterr().err == f"kasoku: {run / name}: a link, pipe or device: remove it, or put a copy there\n"
         )
     assert victim.read_text() == "as it was"
 

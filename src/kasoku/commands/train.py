@@ -215,9 +215,8 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> "TunedRecipe
     from kasoku.training import auto_batch
 
     def check() -> None:
-        out = arguments.out
-        if out and (out / "recipe.toml").exists():
-            raise InputError(f"{out}: holds a run already: go on with --resume {out}, or give another --out")
+        if arguments.out and (taken := RunFolder.why_taken(arguments.out)):
+            raise InputError(taken)
 
     def at(batch: int) -> Recipe:
         if arguments.data:  # nothing else follows from the batch, so the folder is not listed again

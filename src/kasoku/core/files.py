@@ -133,9 +133,7 @@ def check_regular(folder: Path) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
-                    raise InputError(
-                        f"{entry.path}: a link, pipe or device: remove it, or put a copy of the file there"
-                    )
+                    raise InputError(f"{entry.path}: a link, pipe or device: remove it, or put a copy there")
 
 
 def read_json(file: Path) -> dict[str, Any]:

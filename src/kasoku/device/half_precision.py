@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from kasoku.core import InputError, Job, Range, Stage, Technique
 from kasoku.core.torch_internals import unscale_and_check
 
-_LEAST = 2.0**-100  # scale: its inverse is finite in float32
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -103,7 +102,7 @@ class _Scaler:
         overflows, scaled = flags.tolist()
         scale, factor, self.scaled = self.scale, self.settings.factor, False
         if overflows:
-            self.scale, self.good = max(scale / factor, _LEAST), 0
+            self.scale, self.good = max(scale / factor, 2.0**-100), 0  # 1 / scale is finite in float32
             return None
         if not scaled:
             raise InputError("LossScale: a loss that is not of job.loss was not scaled: call job.loss(outputs, labels)")

@@ -22,11 +22,10 @@ def environment() -> dict[str, Any]:
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         cpu = platform.processor() or platform.machine()
-    others = ("torch", "numpy", "pillow", "safetensors")
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "versions": {"kasoku": __version__, **{name: version(name) for name in others}},
+        "versions": {"kasoku": __version__} | {n: version(n) for n in ("torch", "numpy", "pillow", "safetensors")},
         "commit": _commit(Path.cwd()),
         "kasoku_commit": _commit(Path(__file__).parent),
         "jpeg_decoder": decoder(),

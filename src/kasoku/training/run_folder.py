@@ -47,10 +47,16 @@ class RunFolder:
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
         self._lock = files.locked_folder(path, "training", below="checkpoints")
-        if not resume and ((path / "recipe.toml").exists() or members_of(path) or any(path.glob("checkpoints/step-*"))):
+        if not resume and (taken := self.why_taken(path)):
             self._lock.close()
-            raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")
+            raise InputError(taken)
         self._digests = digests_in(path) if resume else {}
+
+    @staticmethod
+    def why_taken(path: Path) -> str:
+        """Why no other training can begin in a folder; empty if one can."""
+        holds = (path / "recipe.toml").exists() or members_of(path) or any(path.glob("checkpoints/step-*"))
+        return f"{path}: holds a run already: go on with --resume {path}, or give another --out" if holds else ""
 
     def close(self) -> None:
         with closing(self._lock), suppress(InputError):  # the disk is full, or the folder gone

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kasoku.core import InputError, described, summary
+from kasoku.core.files import expanded
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import is_image, upright
 from kasoku.data.loading.shuffle import order
@@ -229,7 +230,7 @@ def find_files(
     if not root and not home:
         advice = f"give root=<folder> or set $KASOKU_DATA to the folder that holds {name}/"
         raise InputError(f"{name}: no root given and $KASOKU_DATA is not set; {advice}")
-    tops = [Path(root).expanduser()] if root else [Path(home).expanduser() / name, Path(home).expanduser()]
+    tops = [expanded(root)] if root else [expanded(home) / name, expanded(home)]
     folders = [place for top in tops for place in (top, *(top / sub for sub in below)) if place.is_dir()]
     if not folders:
         origin = "" if root else " (from $KASOKU_DATA)"

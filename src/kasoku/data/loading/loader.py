@@ -13,10 +13,9 @@ from kasoku.core import Batch, Comm, InputError, Trace, Wall
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, Memory
 from kasoku.data.decode.decode import read_image
-from kasoku.data.loading.executor import FileExecutor, MemoryExecutor, Skipped
+from kasoku.data.loading.executor import FileExecutor, MemoryExecutor, PartNumbers, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 
-_Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # x_NCHW, y_N, their indices, the number of the share
 _EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
 
 
@@ -113,14 +112,13 @@ class Loader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is left of this epoch."""
         pipeline, epoch, number, next_share = self.pipeline, self.epoch, self.position, self._next_share
-        batch, parts, length = pipeline.batch, pipeline.parts, len(pipeline)
-        if not pipeline.shares and batch % (pipeline.size * parts):
-            got = f"batch={batch}: not a multiple of {pipeline.size} ranks x {parts} parts"
-            raise InputError(f"{got}; choose one that is")
+        batch, ranks, parts, length = pipeline.batch, pipeline.size, pipeline.parts, len(pipeline)
+        if not pipeline.shares and batch % (ranks * parts):
+            raise InputError(f"batch={batch}: not a multiple of {ranks} ranks x {parts} parts; choose one that is")
 
         def dealt(next_share: Callable[[], int | None]) -> Iterator[tuple[int, int]]:
             while (share := next_share()) is not None:
-                batch_number, rank = divmod(share, pipeline.size)
+                batch_number, rank = divmod(share, ranks)
                 yield from ((batch_number * parts + part, rank) for part in range(parts))
 
         part_numbers = dealt(next_share) if next_share else pipeline.part_numbers(number)
@@ -136,8 +134,8 @@ class Loader:
                         self.epoch, self.position = (epoch + 1, 0) if number == length else (epoch, number)
                     yield x_NCHW, y_N
 
-    def _made(self, pipeline: Pipeline, epoch: int, part_numbers: Iterator[tuple[int, int]]) -> Generator[_Made]:
-        """The batches of these parts, each with its indices and the number of its share."""
+    def _made(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers) -> Generator[tuple[Any, ...]]:
+        """The batches of these parts: x_NCHW, y_N, their indices, the number of their share."""
         parts, transform = pipeline.parts, pipeline.transform()
         vary = pipeline.vary if pipeline.train and not pipeline.varies_in_threads else None
         ahead: deque[tuple[int, int]] = deque()  # parts that are being decoded

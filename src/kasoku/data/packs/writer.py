@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kasoku.core.errors import InputError, first_of, one_line
-from kasoku.core.files import json_text, lock, write_atomically, write_text
+from kasoku.core.files import expanded, json_text, lock, write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.core.limits import Checked, Range, checked
 from kasoku.data.datasets.base import Dataset, Encoded
@@ -98,7 +98,7 @@ def pack(  # noqa: PLR0913
     form = Form(side, format, quality)
     if is_remote(target):
         raise InputError(f"{target}: a pack is written to a folder of this machine; copy it from there")
-    home = Path(os.path.expandvars(target)).expanduser()
+    home = expanded(os.path.expandvars(target))
     reader = source_of(source)
     dataset = reader(source) if reader is hugging_face else reader(source, cache_bytes=0)  # each file is read only once
     threads, images = workers or cores(), len(dataset.train) + len(dataset.test)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kasoku.core.errors import say
+from kasoku.core.files import expanded
 
 _PIECE_BYTES = 256 * 2**10  # maximum of a piece: to check a few bytes, the whole piece is read
 _BLOCK_BYTES = 4096
@@ -26,7 +27,7 @@ _BLOCK_BYTES = 4096
 def cache_folder(cache: str) -> Path:
     """The folder of the cache; if `cache` is empty, $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku."""
     own = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kasoku")
-    return Path(cache or own).expanduser()
+    return expanded(cache or own)
 
 
 def keep(path: Path, data: bytes) -> None:
