@@ -55,10 +55,7 @@ def option(flag: str = "", *, default: Any = None, **settings: Any) -> Any:
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class CommandArguments:
-    """The arguments of a command: its options are fields. `if_interrupted`: what an interruption leaves behind.
-
-    It and all classes below it are frozen dataclasses, whose fields are given by name.
-    """
+    """The arguments of a command: its options are fields. `if_interrupted`: what an interruption leaves behind."""
 
     traceback: bool = option(default=False, help="also show where an error came from")
     words: tuple[str, ...] = ()  # of the command line, after `kasoku`

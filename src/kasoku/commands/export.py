@@ -1,11 +1,4 @@
-"""`kasoku export`: a trained network for other programs: safetensors, torch.export, ONNX, or a folder for model hubs.
-
-The exported program takes pixels: float32 (N, C, H, W) from 0 to 1, any number of images; it normalises them itself and
-returns logits (N, K); of an ensemble these are the logarithms of its members' mean probabilities. Each file says so
-itself, how a photo becomes pixels, and the names of the classes: safetensors and ONNX in their metadata, torch.export
-in the extra file kasoku.json; the same is in a JSON file beside it. A folder for model hubs is one that timm or
-transformers can load, with a model card; it also has what makes it a run for `kasoku predict` and `kasoku eval`.
-"""
+"""`kasoku export`: a trained network for other programs: safetensors, torch.export, ONNX, or a folder for hubs."""
 
 import json
 import math

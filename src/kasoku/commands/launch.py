@@ -113,17 +113,9 @@ def _cluster_job(arguments: options.SlurmArguments | options.KubernetesArguments
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > most:
         wanted = f'lowercase letters, digits and "-", from a letter to a letter or digit, at most {most} characters'
         raise InputError(f'--name "{name}": {wanted} (RFC 1123); give such a name')
-    return LaunchSpec(
-        name=name,
-        recipe=arguments.recipe,
-        nodes=arguments.nodes,
-        each=each,
-        on_gpus=recipe.device.kind != "cpu",
-        set=arguments.set,
-        extra=_extra(arguments),
-        out=arguments.out,
-        port=arguments.port,
-    )
+    on_gpus = recipe.device.kind != "cpu"
+    job = LaunchSpec(name=name, recipe=arguments.recipe, nodes=arguments.nodes, each=each, on_gpus=on_gpus)
+    return replace(job, set=arguments.set, extra=_extra(arguments), out=arguments.out, port=arguments.port)
 
 
 def _shape(arguments: options.LaunchArguments, recipe: Recipe, default: int) -> int:

@@ -1,8 +1,4 @@
-"""`kasoku plan`: how many GPUs and which batch for a deadline, a budget, or the least time, and a script for it.
-
-It writes the recipe with the chosen batch, groups and reducer; launch.sbatch, which trains it; and plan.json with the
-times that are expected, item by item.
-"""
+"""`kasoku plan`: how many GPUs and which batch for a deadline, a budget, or the least time, and a script for it."""
 
 import re
 from collections.abc import Mapping

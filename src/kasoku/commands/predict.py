@@ -15,11 +15,7 @@ from kasoku.training.trained_run import classify, load_members
 
 
 def run(arguments: PredictArguments) -> int:
-    """Writes a row for each image: its path, class and probability of the five likeliest, why it cannot be read.
-
-    With --numbers a line for each image, of the five likeliest classes' numbers. Returns the exit code. Raises
-    InputError in the end if some images cannot be read.
-    """
+    """Writes a row for each image; returns the exit code. Raises InputError in the end if some cannot be read."""
     members = load_members([arguments.trained], precision="fp32")  # bf16 rounds probabilities to two digits
     numbers = class_numbers(arguments.numbers, members[0].classes) if arguments.numbers else None
     files = [file for image in arguments.images for file in find_images(image)]

@@ -1,9 +1,4 @@
-"""`kasoku profile`: where the time of the steps of a recipe or a script goes, in tables, files and a verdict.
-
-Written into the folder: profile.json (blocks, operators, idle gaps, bounds; of the first rank, with a line for
-each rank), profile-1.json, ... of other ranks, ledger.json and timeline.json as a training writes them (of the profiled
-steps alone), and rank 0's trace.json for chrome://tracing or Perfetto. A script has no blocks, operators and trace.
-"""
+"""`kasoku profile`: where the time of the steps of a recipe or a script goes, in tables, files and a verdict."""
 
 import os
 import statistics

@@ -75,11 +75,8 @@ def _prepare(recipe: Recipe) -> None:
 
 
 def _environment(jobs: int, job: int) -> dict[str, str]:
-    """Environment variables of a trial's process: its start, and with several jobs its share of the GPUs.
-
-    A process that has its start also ends when this one is killed.
-    """
-    own = {STARTED: repr(time.perf_counter())}
+    """Environment variables of a trial's process: its start, and with several jobs its share of the GPUs."""
+    own = {STARTED: repr(time.perf_counter())}  # a process that has it also ends when this one is killed
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     gpus = visible or [str(gpu) for gpu in range(torch.cuda.device_count())]
     if jobs > 1 and gpus:

@@ -1,8 +1,4 @@
-"""`kasoku simulate`: the time and cost of a recipe on a described cluster, item by item, and its scaling.
-
-It writes simulation.json (all figures), report.html (a step, drawn as on the page of a measured run) and, with --sweep,
-sweep.html (throughput by several ways to share gradients, over GPUs, images a GPU, batches or sizes of groups).
-"""
+"""`kasoku simulate`: the time and cost of a recipe on a described cluster, item by item, and its scaling."""
 
 import re
 

@@ -7,7 +7,7 @@ import torch
 
 from kasoku.commands.arguments import STRATEGIES, TuneArguments
 from kasoku.config.ranks import check_same
-from kasoku.config.recipe import Recipe, read_document
+from kasoku.config.recipe import read_document
 from kasoku.core import Comm, InputError
 from kasoku.core.errors import nearest
 from kasoku.core.files import json_text, write_text
@@ -41,11 +41,7 @@ def _tune(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     # where the recipe does not say how the rates follow the batch, they stay those of its own batch
     known = recipe.reference_batch or read_document(arguments.recipe, arguments.set).get("points")
     fixed = [] if known else [f"reference_batch={recipe.batch}"]
-
-    def at(batch: int) -> Recipe:
-        return arguments.load(f"batch={batch}", *fixed)
-
-    tuned = tune(recipe, at, comm=comm, sizes=sizes)
+    tuned = tune(recipe, lambda batch: arguments.load(f"batch={batch}", *fixed), comm=comm, sizes=sizes)
 
     def report() -> None:
         show(tuned)

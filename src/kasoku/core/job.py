@@ -134,7 +134,7 @@ class Job:
                     self.on_close(hook(self._count_backward).remove)
         self._hooks["gradient_ready"].append(f)
 
-    def before_step(self, f: Callable[[], None]) -> None:
+    def before_step(self, f: Callable[[], object]) -> None:
         """Calls f() when the loop calls `optimizer.step()`, before any parameter changes."""
         _ = self.optimizer
         self._hooks["before_step"].append(f)

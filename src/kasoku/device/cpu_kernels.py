@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from kasoku.core import Job, Stage, Technique, say
 from kasoku.core.blocks import stays_in_place
 
-_FEW, _SMALL = 64, 16  # channels, pixels along a side: see `suits`
+_FEW, _SMALL = 64, 16  # channels, pixels along a side: see `CpuKernels`
 _THREADS = 8  # at most; a weight gradient is at least 32 units of work
 _FUNCTIONS = tuple(f"kasoku_{name}" for name in ("has_amx", "threads", "conv_weight_gradient", "gelu", "pool"))
 _LAST = torch.channels_last
@@ -89,9 +89,6 @@ def _pointers(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
     return tuple(ctypes.c_void_p(x.data_ptr()) for x in tensors)
 
 
-# ---- convolutions
-
-
 def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor:
     """The gradient of a convolution's weight in float32, of its input and its output's gradient in bfloat16.
 
@@ -109,10 +106,7 @@ def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor
 
 
 def suits(layer: nn.Conv2d, x_NCHW: Tensor) -> bool:
-    """Whether the C code can compute a layer's weight gradient, and is faster.
-
-    oneDNN is as fast where its input has more than 16 pixels a row, and both sides have more than 64 channels.
-    """
+    """Whether the C code can compute a layer's weight gradient, and is faster."""
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
     small = min(layer.weight.shape[:2]) <= _FEW or x_NCHW.shape[3] <= _SMALL
     return plain and small and layer.weight.shape[2:] != (1, 1) and not isinstance(layer.padding, str)
@@ -151,9 +145,6 @@ class _Conv(torch.autograd.Function):
         return dx, dw, db, None
 
 
-# ---- GELU
-
-
 def _gelu(layer: nn.GELU, input: Tensor) -> Tensor:
     if layer.approximate == "none" and input.requires_grad and _trains_in_bf16(input):
         return cast(Tensor, _Gelu.apply(input))  # type: ignore[no-untyped-call]
@@ -175,9 +166,6 @@ class _Gelu(torch.autograd.Function):
         dx = torch.empty_like(x)
         library().kasoku_gelu(*_pointers(x, dy, dx), ctypes.c_int64(x.numel()), torch.get_num_threads())
         return dx
-
-
-# ---- 2x2 max-pools
 
 
 def _pool(layer: nn.MaxPool2d, input: Tensor) -> Tensor:

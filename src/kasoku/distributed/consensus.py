@@ -1,7 +1,4 @@
-"""Decisions that all ranks share: an error on one rank ends all of them, and ranks that differ do not start.
-
-Only one rank prints the message of a shared error; the other ranks raise ReportedElsewhereError.
-"""
+"""Decisions that all ranks share: an error on one rank ends all of them, and ranks that differ do not start."""
 
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """The rank of this process and the ranks on its host, from the variables of the launcher, and the nodes of all ranks.
 
-Note: variables. torchrun and its like set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. srun sets SLURM_PROCID,
-SLURM_STEP_NUM_TASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PORT give the address of rank 0. A
-batch script has Slurm's variables too; a process that it starts without srun and without MASTER_ADDR runs alone.
+Note: a batch script has Slurm's variables too; what it starts without srun and without MASTER_ADDR runs alone.
 """
 
 import os

@@ -1,8 +1,5 @@
 """The failure detector: names a rank that died or hangs, and decides how the other ranks continue.
 
-Note: two policies (docs/faults.md). On a comm that a Watchdog started, a death or a hang ends all ranks; under `kasoku
-train` the others go on after a death (membership.py). On any other comm collectives fail, or wait for a stalled rank.
-
 Note: heartbeats go through a store. A thread of each rank writes them over a connection of its own, so it does not stop
 while the training waits in a collective. Rank 0 reads all and writes a fault as the verdict; the other ranks read the
 verdict and rank 0's heartbeat. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of

@@ -2,9 +2,6 @@
 
 election.py says who is in the group.
 
-Note: two backends. Tensors on a CPU travel by gloo, tensors on a GPU by NCCL. So control messages (a signal, an error,
-a file's name) do not wait for the GPU.
-
 Note: why not a library. torchft needs its lighthouse, a server in Rust, and trains on with a smaller batch. torch's own
 shrink and split of groups are for NCCL: `ProcessGroupGloo.supports_shrinking` is False (2.13). torchrun's agent ends
 all ranks of its host when one ends.

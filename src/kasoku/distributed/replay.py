@@ -4,9 +4,6 @@ Note: the first pass. It runs in front of the model's forward, after all pending
 `torch.autograd.grad`, which runs no hook that sends, uses or frees them. `job.rehearses` tells techniques that count
 forwards. Then buffers and random states are put back, and the loop makes its own pass. Each gradient is compared when
 it is complete and not yet averaged; if one differs, all ranks raise before the first parameter is updated.
-
-Note: digests. Those of weights and optimizer state, before the first pass and before the update, must be equal on each
-rank (nothing may write to them between) and on all ranks. A digest is the XOR of all elements: a flipped bit shows.
 """
 
 import socket
@@ -153,7 +150,7 @@ class _Check:
         raise CorruptionError(f"silent corruption at step {step}, {who}: {what}; {cause}: {advice}", trusted=trusted)
 
     def _digests(self) -> dict[str, int]:
-        """By name, of all weights and of the optimizer's state."""
+        """By name, of all weights and of the optimizer's state: the XOR of all elements, so a flipped bit shows."""
         tensors = {name: p.detach() for p, name in self.names.items()}
         for p, name in self.names.items():
             tensors |= {f"{key} of {name}": x for key, x in self.job.state_of(p).items() if isinstance(x, Tensor)}

@@ -100,11 +100,7 @@ class _ByteCount:
         return self._peak(self.program.forward, {0: 0}, 0)
 
     def backward(self, out: int) -> int:
-        """The peak of backward, without input and incoming gradient; the output is freed after its last use.
-
-        Args:
-            out: bytes of the output, if it is held here and nowhere else.
-        """
+        """The peak of backward, without input and incoming gradient; `out`: the output's bytes, if held only here."""
         return self._peak(self.program.backward, self.held | {self.program.graph.out: out}, self.kept + out)
 
     def _peak(self, steps: Iterable[Instruction], present: dict[int, int], live: int) -> int:

@@ -89,8 +89,7 @@ class Planner(BoundToModel):
         self.job, self.settings, self.running = job, settings, running
         self.updates = BackwardUpdates(job, "SavedMemory", enabled=settings.in_backward, show=settings.show)
         job.patch(job, "in_backward", self.updates)
-        updates_linears = settings.in_backward and not settings.lossless
-        self.linears = install_linears(job, self.updates) if updates_linears else []
+        self.linears = install_linears(job, self.updates) if settings.in_backward and not settings.lossless else []
         self.network: InspectedNetwork | None = None  # the last inspection
         self.plan: MemoryPlan | None = None  # from that inspection
         self._key: Any = None

@@ -41,14 +41,10 @@ def backward_reads(node: GraphNode, at: int) -> tuple[int, ...]:
 def build_program(
     graph: LayerGraph, kept: Iterable[int], input_gradient: bool, *, over_inputs: bool = False
 ) -> Program:
-    """The instructions for a segment that keeps values, if its backward reads them.
+    """The instructions for a segment that keeps these values, if its backward reads them.
 
-    Args:
-        graph: of the segment.
-        kept: the values.
-        input_gradient: the segment's input needs a gradient.
-        over_inputs: norms write their gradient over their input if nothing reads it later. Ref: [003], which writes
-            errors over the data that they belong to.
+    `over_inputs`: norms write their gradient over their input if nothing reads it later. Ref: [003], which writes
+    errors over the data that they belong to.
     """
     needs = [input_gradient]
     for node in graph.nodes:
@@ -60,10 +56,7 @@ def build_program(
 
 
 def _backward_order(graph: LayerGraph, needs: list[bool], kept: set[int]) -> tuple[list[Instruction], frozenset[int]]:
-    """The gradients and recomputations in order, and the kept values that they read.
-
-    A cheap value that was recomputed is held over the next few steps only, any other one until its last use.
-    """
+    """The gradients and recomputations in order, and the kept values that they read."""
     nodes, steps = graph.nodes, list[Instruction]()
     used, present = set[int](), set[int]()  # kept values that are read, recomputed ones that are held
 
@@ -85,7 +78,6 @@ def _backward_order(graph: LayerGraph, needs: list[bool], kept: set[int]) -> tup
         new = nodes[i].op != "add" or (incoming and sum(needs[v] for v in nodes[i].inputs) == 1)
         joins = []
         for v in nodes[i].inputs:
-            # no gradient; the first one; added into one that is there; added in a new tensor
             joins.append("" if not needs[v] else "set" if v not in own else "into" if new else "fresh")
             if needs[v]:
                 own[v] = new or v in own

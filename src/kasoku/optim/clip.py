@@ -25,8 +25,4 @@ class Clip(Technique, needs_whole_gradients=True):
 
     def apply(self, job: Job) -> None:
         params = [p for p in job.model.parameters() if p.requires_grad]
-
-        def clip() -> None:
-            nn.utils.clip_grad_norm_(params, self.norm)
-
-        job.before_step(clip)
+        job.before_step(lambda: nn.utils.clip_grad_norm_(params, self.norm))

@@ -27,8 +27,6 @@ def sgd(
         nesterov: look one step ahead along the velocity, which needs momentum.
         weight_decay: added to the gradient as weight_decay * w, 0 or more.
 
-    Raises InputError for a setting outside its range.
-
     Saves: time: one kernel for all tensors where torch has it.
     Maths: v = momentum * v + g + weight_decay * w; w -= lr * v (Nesterov: lr * (g + weight_decay * w + momentum * v)).
     Ref: Sutskever et al. 2013; torch.optim.SGD.
@@ -53,8 +51,6 @@ def adamw(
         lr: learning rate, 0 or more; a `Rate` technique multiplies it by its schedule.
         betas: shares that a step keeps of the running means of the gradient and of its square, from 0 to below 1.
         weight_decay: decoupled: w shrinks by lr * weight_decay * w; 0 or more.
-
-    Raises InputError for a setting outside its range.
 
     Saves: time: one kernel for all tensors where torch has it.
     Costs: two state tensors for each parameter, where SGD has one.

@@ -26,8 +26,6 @@ def cross_entropy(outputs_NK: Tensor, labels_N: Tensor, *, smoothing: Share = 0.
         labels_N: class indices, or probabilities (N, K).
         smoothing: share of the label spread evenly over all classes, from 0 to below 1.
 
-    Raises InputError for a smoothing outside 0 to below 1.
-
     Ref: Szegedy et al. 2016 (arXiv 1512.00567), 7.
     """
     return functional.cross_entropy(logits_of(outputs_NK), labels_N, label_smoothing=smoothing)

@@ -1,8 +1,4 @@
-"""Finds the bottlenecks of a training from the times of its steps, each with a figure and a remedy.
-
-Note: shares can be compared. The share of a bottleneck is the part of a step that would be saved without it, estimated
-from the rows of all ranks. So the first bottleneck is the one most worth removing.
-"""
+"""Finds the bottlenecks of a training from the times of its steps, each with a figure and a remedy."""
 
 import statistics
 import timeit
@@ -210,9 +206,6 @@ def _of(part_s: float, whole_s: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-# ---- facts
 
 
 def facts_of(job: Job, batch: int, *, threads: int = 0, starved: float = 0.0) -> StepFacts:

@@ -1,7 +1,5 @@
 """The ledger: every second from the start of the process to the end of the training belongs to one row.
 
-The phases of a rank's training loop and the spans of its trace are timed step by step.
-
 Note: one state at a time. A rank is always in exactly one state: the phase of its loop, or the innermost span of its
 trace that has a row. Only changes of state are recorded, so no second is counted twice and the rows add up to the whole
 time. All time within an evaluation or a checkpoint belongs to that row.

@@ -1,10 +1,4 @@
-"""Times the steps of a training loop that is not kasoku's, from the outside; the loop is not changed.
-
-Note: the rows. A step ends with the `step()` of the first optimizer that steps. Forward is the outermost call of a
-module with most of an optimizer's weights, which is looked for at the optimizer's first step. Backward lasts from its
-end to that of `backward()`. The time that DDP waits for its buckets after the last gradient counts as exposed; so does
-that of other collectives.
-"""
+"""Times the steps of a training loop that is not kasoku's, from the outside; docs/report.md says what each row is."""
 
 import atexit
 import gc

@@ -147,13 +147,10 @@ def contended_s(cluster: Cluster, flows: Iterable[Flow]) -> float:
 
 @lru_cache(maxsize=1024)
 def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
-    """An all-gather (or a reduce-scatter) along rows of `width` GPUs, 0: of all: half of their all-reduce by rings.
-
-    Rows of whole nodes use a ring for each NIC.
-    """
+    """An all-gather (or a reduce-scatter) along rows of `width` GPUs, 0: of all: half of their all-reduce by rings."""
     width, each = width or gpus, cluster.node.gpus
     nodes = width // each if width % each == 0 else 1  # whole ones of a row
-    channels, part = cluster.node.nics if nodes > 1 else 1, width // nodes
+    channels, part = cluster.node.nics if nodes > 1 else 1, width // nodes  # a ring for each NIC of whole nodes
     flows: list[Flow] = []
     for first, channel in itertools.product(range(0, gpus, width), range(channels)):
         last = channel * each // channels  # the GPU nearest to the NIC sends it out

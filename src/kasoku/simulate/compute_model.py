@@ -127,10 +127,7 @@ def _measured() -> ModelCosts:
 
 
 def units(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None, slower: float) -> list[UnitTimes]:
-    """The times of the layers for a batch of images, by a profile, or on a GPU.
-
-    Those of a network that no GPU was measured with follow from its work.
-    """
+    """The times of the layers for a batch of images, by a profile, or on a GPU."""
     work = net.work(gpu)
     if profile:
         return _profiled_units(profile, net, work, images, slower)
@@ -162,10 +159,7 @@ def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | N
 
 
 def profiled(folders: Sequence[str], net: ModelCosts) -> MeasuredTimes:
-    """Reads folders of `kasoku profile`, of steps of one or several batches.
-
-    Raises InputError for another folder, and for the profile of another network.
-    """
+    """Reads folders of `kasoku profile`. Raises InputError for another folder, and for profiles of another network."""
     measured, updates = list[Steps](), []
     for folder in map(Path, folders):
         try:

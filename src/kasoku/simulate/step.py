@@ -1,15 +1,10 @@
 """Simulates one step of data-parallel training on a cluster: its time, item by item, and its timeline.
 
-Note: one recursion. Groups and their order come from the policies of `distributed.ddp.bucket_plan`, as in `Overlap`.
-Times and timelines come from `cost_model.forecast`, with which `Overlap` on a virtual clock agrees to 1e-12
-(tests/distributed). Gradients may be sent in fewer bytes than they have in memory: see `collectives`.
-
 Note: asynchronous ranks send no all-reduces. Each of N ranks owns an Nth of the weights. A rank sends to each owner
 that part of its update and receives as many bytes: two all-to-alls, bounded by the busiest link. Not simulated: the
 owners' additions, copies between a GPU and its host, requests for data. There is no timeline of them.
 
-Note: stragglers. A step ends when the slowest rank has computed, and GPUs of one kind differ. A rank takes the median
-time times exp(spread * z), where z is normal and constant for the run. The other causes, and sources: docs/simulate.md.
+The causes of a step's time, the law of the slowest rank among them, and their sources: docs/simulate.md.
 """
 
 import math
@@ -202,10 +197,7 @@ class Simulator:
         return compute_model.units(self.net, self.cluster.device, images, self.profile, slower)
 
     def evaluation_s(self, gpus: int, images: int) -> float:
-        """Seconds of one evaluation: forward, and a small all-reduce of the counts.
-
-        The time in the cluster's file was measured on many GPUs, so it is a lower bound.
-        """
+        """Seconds of one evaluation: forward, and a small all-reduce of the counts; at least the cluster file's."""
         forward = sum(u.forward_s for u in self.units(max(1, -(-images // gpus))))
         return max(self.cluster.costs.evaluation_s, forward + collectives.link(self.cluster, gpus).seconds(8))
 

@@ -234,9 +234,7 @@ class _Trials:
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
-        ended = [
-            TrialResult.of(trial, self.plan.folder) for trial in self._begun().values() if "how" in trial.user_attrs
-        ]
+        ended = [TrialResult.of(t, self.plan.folder) for t in self._begun().values() if "how" in t.user_attrs]
         return sorted(ended, key=lambda run: (run.how != "done", -run.top1, run.trial))
 
     def _report(self, run: _TrialProcess) -> bool:

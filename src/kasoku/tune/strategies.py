@@ -1,7 +1,5 @@
 """Strategies of the batch-size search. Each depends on the measurements alone, so all ranks agree.
 
-Those of kasoku leap upwards, then halve gaps: few measurements find the best size on a smooth curve with cliffs.
-
 Note: gaps. The search leaps upwards as long as a larger size may gain, but not beyond the size at which the rate would
 hardly grow. Then the gaps on both sides of the best size are halved, as long as one of them may gain more than the
 error of the best size, taken as 1 to 1.5 times `least_gain`. Within a gap, a step takes at least the time on the line
@@ -151,7 +149,6 @@ class _Growth(Checked):
     """The searches of [002], as baselines: in each loop the step grows by one multiple, to at most ten.
 
     Ref: [002] 5, listings 2 and 3. The rule of growth was inferred from the results, and yields all sizes of listing 3.
-    The rule by which the size shrinks is unknown; here the step starts at one again at each turn.
     """
 
     near: ClassVar[float]
@@ -273,7 +270,6 @@ class TimeToTarget(Checked):
         if tries.most < tries.least:
             _ = tries.good  # raises: no size fits
         tries = replace(tries, least=max(tries.least, sizes[0]), most=min(tries.most, sizes[-1]))
-
         logs = [*map(math.log, sizes)]
 
         def epochs(batch: int) -> float:

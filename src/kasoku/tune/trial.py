@@ -211,10 +211,7 @@ class Trial:
 def make_step(
     job: Job, batches: Iterator[Batch], *, between: Callable[[], object] = lambda: None
 ) -> tuple[float, list[Tensor]]:
-    """One update; returns the seconds it waited for input, and the loss of each part.
-
-    `between`: called between the forward and the backward of each part.
-    """
+    """One update, with `between` called after each forward: the seconds it waited for input, and each part's loss."""
     wait_s, losses = 0.0, []
     for _ in range(job.accumulate):
         requested = job.clock.now()

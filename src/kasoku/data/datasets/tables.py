@@ -1,8 +1,4 @@
-"""Images in tables: Parquet files, and data sets of Hugging Face's `datasets`.
-
-Note: row groups. A Parquet file is read by row groups, mostly of 100 images. The last ones are kept in memory, and the
-order of an epoch mixes fewer than are kept (`Rows.epoch_order`), so that each is read about once an epoch.
-"""
+"""Images in tables: Parquet files, and data sets of Hugging Face's `datasets`."""
 
 import functools
 import importlib

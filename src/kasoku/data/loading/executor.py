@@ -1,8 +1,4 @@
-"""Executors make the batches of a pipeline, from memory or from files.
-
-Images of files are read, decoded and copied to the device a few batches ahead, by threads. `Skipped` has those that
-cannot be decoded: which, and why.
-"""
+"""Executors make the batches of a pipeline, from memory or from files."""
 
 import copy
 import time
@@ -203,10 +199,7 @@ class _Iteration:
         return PendingBatch(images_NHWC, index_N, cuts, tasks)
 
     def _make(self, out_NHWC: np.ndarray, index: list[int], crops: list[Crop]) -> Bad:
-        """Decodes images into out_NHWC, and transforms them; returns what is wrong with those that cannot be decoded.
-
-        A source that is gone is no bad image: GoneError is raised.
-        """
+        """Decodes and transforms images into out_NHWC; returns what is wrong with those that cannot be decoded."""
         on_gpu = self.pipeline.decoder == "nvjpeg"
         read = nvjpeg.reader(self._source, index, self.device) if on_gpu else self._source
         bad: Bad = {}

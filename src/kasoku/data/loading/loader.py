@@ -201,18 +201,13 @@ class Loader:
 
     # ---- other settings
 
-    def configure(self, **settings: Any) -> Callable[[], None]:
+    def configure(self, **settings: Any) -> Callable[[], object]:
         """Changes settings of the pipeline, from the next iter() on; returns what sets these to their old values.
 
-        Raises:
-            InputError: for an augmentation that does not fit the images.
+        Raises InputError for an augmentation that does not fit the images.
         """
         old, self.pipeline = self.pipeline.settings, self.pipeline.with_(**settings)
-
-        def undo() -> None:
-            self.pipeline = self.pipeline.with_(**{name: old[name] for name in settings})
-
-        return undo
+        return lambda: self.configure(**{name: old[name] for name in settings})
 
     def survey(self, images: int = 0) -> "Loader":
         """A loader of the first `images` training images (0: all) in order, each once, unvaried, for statistics.

@@ -68,12 +68,9 @@ class Shards(Labelled):
             data: bytes | memoryview = self.mapped(file).data[offset : offset + size]
             good = self._compared_N[index] = self._compared_N[index] or matches(data)
         else:
-
-            def intact(data: bytes) -> bool:  # without a checksum it is at least an image
-                return matches(data) and bool(raw or crc32 >= 0 or is_image(data))
-
+            known = bool(raw or crc32 >= 0)  # without a checksum it is at least an image
             try:
-                data = self.store.read(file, offset, offset + size, intact)
+                data = self.store.read(file, offset, offset + size, lambda x: matches(x) and (known or is_image(x)))
             except GoneError:
                 raise
             except InputError as error:

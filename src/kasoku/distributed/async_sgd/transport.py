@@ -8,9 +8,6 @@ is called directly, and the caller yields its turn afterwards.
 
 Note: threads that wait. gloo tells only in a blocking wait whether a message has arrived. So one thread for each other
 rank and channel waits for what was sent and is to be received, in order, and the training loop looks at the futures.
-
-Note: deaths. A message that fails ends all others, and the training loop raises its error at the next one. What follows
-is the same as for synchronous ranks (distributed/liveness.py, Note: two policies).
 """
 
 import queue

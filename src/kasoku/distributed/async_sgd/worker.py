@@ -120,12 +120,10 @@ class FlatViews:
 
 
 class Prediction(FlatViews):
-    """Moves a group's parameters by `ahead` times the other ranks' last movement.
+    """Moves a group's parameters by `ahead` times the other ranks' last movement, which the buffer holds.
 
     Parameters contain the prediction from the end of a step to the next optimizer step or sync point. It is removed
     whenever updates are sent or weights are read, as it would otherwise be sent as part of this worker's own update.
-
-    The buffer holds that movement, on the parameters' device; it is empty if `ahead` is 0.
     """
 
     def __init__(self, params: Sequence[Tensor], ahead: float) -> None:
@@ -214,10 +212,7 @@ class WorkerGroup:
         return whole
 
     def write_request(self, share: float) -> None:
-        """Writes this worker's update into `message`, and adds `share` of it to `base`.
-
-        Inexact codecs send that share.
-        """
+        """Writes this worker's update (inexact codecs: `share` of it) into `message`; adds `share` of it to `base`."""
         exact = self.codec.exact
         for p, base, update in zip(self.params, self.base.views, self.current.views, strict=True):
             torch.sub(p.to(base.device), base, out=update)

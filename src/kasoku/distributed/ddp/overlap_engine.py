@@ -6,9 +6,6 @@ been sent, whatever the order in which gradients arrive.
 
 Note: changes are detected. A gradient is copied into its bucket, and `p.grad` becomes a view of that memory with a
 version counter of its own. A write to it (clipping by hand, a second backward) changes the counter.
-
-Note: planned again. A slower link, or a slower processor, matters as far as steps take longer. So nothing is measured
-beside the steps until their time drifts; then layers and link are measured as at the start.
 """
 
 from collections.abc import Sequence

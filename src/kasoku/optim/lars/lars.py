@@ -123,8 +123,6 @@ def lars(
         weight_decay: added to the gradient as weight_decay * w, 0 or more.
         trust: coefficient, form, and whether the decay is decoupled.
 
-    Raises InputError for a setting outside its range.
-
     Saves: steps: batches of tens of thousands of images reach the accuracy of small ones.
     Costs: two norms a layer. C code on a CPU finds w and g in the cache after them; CUDA and torch's operations do not.
     Maths: t = eta |w| / (|g| + weight_decay |w| + eps), 1 where |w| or |g| is 0; g' = g + weight_decay w.

@@ -73,9 +73,6 @@ def _to_json(charts: Sequence[tuple[str, Any]]) -> Markup:
     return Markup(f"[{drawn}]")
 
 
-# ---- all runs
-
-
 def _summary(run: RunRecord) -> dict[str, str]:
     result = run.result
     stopped = f"stopped by {result['stopped']}" if result.get("stopped") else ""
@@ -93,9 +90,6 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "total": _number(result.get("seconds"), ".1f", " s"),
         "images/s": _number(result.get("images_per_s"), ",.0f"),
     }
-
-
-# ---- one run
 
 
 def view(run: RunRecord) -> dict[str, Any]:
