@@ -69,6 +69,7 @@ NO_ROW = {
     "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",
     "Pretrained": "needs a file of weights: tests/models",
     "Shares": "needs a loader of kasoku.data and ranks: tests/data/test_shares.py",
+    "SkipEasy": "needs a loader of kasoku.data: tests/data/test_skip_easy.py",
     "Transforms": "needs images, not tensors: tests/data/test_transforms.py",
 }
 

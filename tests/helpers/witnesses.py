@@ -33,7 +33,7 @@ from torch.nn import functional
 import kasoku
 from helpers.graphs import captured_on_cpu
 from kasoku.core import Job, Linear, StepDecay, Technique, backward_updates
-from kasoku.data import Augment, Dataset, Decoding, GrowBatch, LowResolution, Mix, Shares, Transforms
+from kasoku.data import Augment, Dataset, Decoding, GrowBatch, LowResolution, Mix, Shares, SkipEasy, Transforms
 from kasoku.data.datasets.base import Memory
 from kasoku.data.decode import nvjpeg
 from kasoku.device import Autocast, ChannelsLast, Compile, CpuKernels, Graphs, LossScale, Seeded, cpu_kernels
@@ -284,6 +284,11 @@ def low_resolution(record: Record) -> str:
     return acted(set(sides[:4]) == {SIDE // 2} and set(sides[4:]) == {SIDE}, f"images of {sides} pixels")
 
 
+def skip_easy(record: Record) -> str:
+    pipeline = record.job.plain_loader.pipeline
+    return acted(pipeline.images_taken == IMAGES // 2, f"{pipeline.images_taken} of {IMAGES} images in an epoch")
+
+
 def overlap(record: Record) -> str:
     engine = record.job.kept("overlap")
     chunks = len(engine.layout.plan.order)
@@ -447,6 +452,7 @@ MEMBERS = [
     ),
     Member(Seeded(seed=3), "another random state in every step", seeded),
     Member(Shares(SHARES), "unequal batches on the ranks", shares),
+    Member(SkipEasy(0.5, start=1.0), "half of the images in the second epoch", skip_easy),
     Member(Timed(), "the times of every step", timed),
     Member(Track("tensorboard"), "a tracker in `job.trackers`, which rank 0 opens", track),
     Member(

@@ -107,11 +107,17 @@ def data_info(recipe: Recipe) -> tuple[Facts, str]:
 
 def updates_in_epoch(recipe: Recipe, images: int, epoch: int) -> int:
     """The updates of one epoch."""
+    images = images_in_epoch(recipe, images, epoch)
     batch = recipe.batch * growth(recipe, epoch)
     if batch > images:
-        limit = f"at most {images} images, the whole training set"
+        limit = f"at most {images} images, all that it trains on"
         raise InputError(f"batch={batch} in epoch {epoch}: {limit}; choose another batch")
     return -(-images // batch) if recipe.last_batch == "fill" else images // batch
+
+
+def images_in_epoch(recipe: Recipe, images: int, epoch: int) -> int:
+    """The images that an epoch takes of so many."""
+    return round(images * math.prod(technique.image_share(epoch) for technique in recipe.scaled_techniques))
 
 
 def pixel_share(recipe: Recipe, epoch: float, side: int) -> float:

@@ -60,6 +60,7 @@ class Technique(Checked):
     vetoes_steps: ClassVar[bool] = False  # decides at each step, by `Job.decide_step`, whether any parameter changes
     saves_memory: ClassVar[bool] = False  # keeps less for backward than autograd does
     changes_pixels: ClassVar[bool] = False  # changes images of the loader, or their order of decoding
+    mixes_images: ClassVar[bool] = False  # makes one training image of several
     changes_resolution: ClassVar[bool] = False  # trains on images of other sizes than the recipe's
     shares_batch: ClassVar[bool] = False  # its ranks take unequal shares of a batch
     in_sandbox: ClassVar[bool] = True  # is applied again to the copy of a job on which batch sizes are tried
@@ -94,6 +95,10 @@ class Technique(Checked):
     def batch_factor(self, epoch: int) -> int:
         """The batch of an update in this epoch, as a multiple of the recipe's."""
         return 1
+
+    def image_share(self, epoch: int) -> float:
+        """The share of the training images that this epoch takes."""
+        return 1.0
 
     def pixel_share(self, epoch: float, side: int) -> float:
         """The share of the pixels of square images of this side that a step computes with at this epoch."""

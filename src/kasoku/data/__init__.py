@@ -3,6 +3,7 @@
 from kasoku.data.augment.basic import Augment, Transform, normalise
 from kasoku.data.augment.growth import GrowBatch, LowResolution
 from kasoku.data.augment.mixup import Mix
+from kasoku.data.augment.skip_easy import SkipEasy
 from kasoku.data.augment.transforms import Transforms
 from kasoku.data.datasets.base import PUBLISHED, Dataset, Encoded, Facts, Files, Items, Memory, Split, digits
 from kasoku.data.datasets.binary import cifar10, cifar100, fashion_mnist, idx, mnist
@@ -19,7 +20,8 @@ from kasoku.data.remote.store import GoneError
 
 __all__ = [
     "PUBLISHED", "Augment", "Dataset", "Decoding", "Encoded", "Facts", "Files", "GoneError", "GrowBatch", "Items",
-    "Loader", "LowResolution", "Memory", "Mix", "Pipeline", "Shares", "Split", "Transform", "Transforms", "by_speed",
-    "cifar10", "cifar100", "decode", "digits", "draws", "fashion_mnist", "find_images", "folder", "hugging_face",
-    "idx", "imagenet", "loader", "mnist", "normalise", "order", "parquet", "read_image", "sample", "shards",
+    "Loader", "LowResolution", "Memory", "Mix", "Pipeline", "Shares", "SkipEasy", "Split", "Transform", "Transforms",
+    "by_speed", "cifar10", "cifar100", "decode", "digits", "draws", "fashion_mnist", "find_images", "folder",
+    "hugging_face", "idx", "imagenet", "loader", "mnist", "normalise", "order", "parquet", "read_image", "sample",
+    "shards",
 ]  # fmt: skip

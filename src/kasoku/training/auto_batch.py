@@ -15,7 +15,7 @@ import torch
 from kasoku.config.ranks import TEST_PASSES, shares_of, unit_of_shares
 from kasoku.config.recipe import Recipe, checked, flat_settings
 from kasoku.config.toml import Factory, parameters_of, resolve, table
-from kasoku.config.updates import evaluations, pixel_share, updates, updates_in_epoch
+from kasoku.config.updates import evaluations, images_in_epoch, pixel_share, updates, updates_in_epoch
 from kasoku.core import Comm, InputError, say, summary
 from kasoku.data import Dataset, by_speed
 from kasoku.distributed.consensus import run_on_all_ranks
@@ -214,7 +214,7 @@ def estimated_s(training: Training) -> float:
     image_s = (extrapolate(costs, recipe.batch) - fixed_s) / recipe.batch
     seconds = evaluations(recipe) * len(data.test) * TEST_PASSES[recipe.evaluate.views] * _FORWARD * image_s
     for epoch in range(math.ceil(recipe.epochs)):
-        pixels = pixel_share(recipe, epoch, data.image_size[0])
-        whole_s = updates_in_epoch(recipe, len(data.train), epoch) * fixed_s + len(data.train) * image_s * pixels
+        images = images_in_epoch(recipe, len(data.train), epoch) * pixel_share(recipe, epoch, data.image_size[0])
+        whole_s = updates_in_epoch(recipe, len(data.train), epoch) * fixed_s + images * image_s
         seconds += min(1.0, recipe.epochs - epoch) * whole_s
     return seconds

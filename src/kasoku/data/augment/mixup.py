@@ -14,7 +14,7 @@ from kasoku.core.job_state import first_part
 
 
 @dataclass(frozen=True)
-class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
+class Mix(Technique, stage=Stage.DATA, changes_pixels=True, mixes_images=True):
     """Mixes each training image with another one of its batch, by Mixup or by CutMix, and the loss with it.
 
     Each batch that a device takes at once gets a random share. If both alphas are above 0, it also draws Mixup or

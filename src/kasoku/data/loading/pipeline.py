@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ class Pipeline(Checked):
     Attributes:
         shuffled: training images in a new order each epoch, augmented. False: each image once, in order, unchanged.
         images: how many of the split, from its first on.
+        left_out: which of them training leaves out (bool, on the CPU); None: none.
         batch: images of a batch over all ranks.
         shares: images of a batch that each rank takes, in rank order; empty: all the same number.
         parts: in how many parts a training batch is handed out, one after the other (accumulation, virtual ranks);
@@ -49,6 +50,7 @@ class Pipeline(Checked):
     seed: int = 0
     shuffled: bool = True
     images: int = 0
+    left_out: torch.Tensor | None = None
 
     batch: int = 1
     rank: int = 0
@@ -121,9 +123,14 @@ class Pipeline(Checked):
             return self.rank * self.parts
         return self.batch * sum(self.shares[: self.rank]) // (sum(self.shares) * self.at_once)
 
+    @cached_property
+    def images_taken(self) -> int:
+        """Images of an epoch."""
+        return self.images - (int(self.left_out.sum()) if self.train and self.left_out is not None else 0)
+
     def __len__(self) -> int:
         """Batches in a whole epoch; parts of batches where they are handed out so."""
-        whole, left = divmod(self.images, self.batch)
+        whole, left = divmod(self.images_taken, self.batch)
         if self.train:
             return (whole + (self.fill and left > 0)) * self.parts
         return whole + (left > 0 and (left >= self.min_last or not whole))
@@ -137,12 +144,15 @@ class Pipeline(Checked):
     ) -> Iterator[torch.Tensor]:
         """Sample indices of parts (number, rank); the ranks share an incomplete batch as evenly as can be."""
         images, batch, parts = self.images, self.batch, self.parts
-        order_N = (order_of(self.source, images, self.seed, epoch) if self.train else torch.arange(images)).to(device)
+        order_N = order_of(self.source, images, self.seed, epoch) if self.train else torch.arange(images)
+        if self.train and self.left_out is not None:
+            order_N = order_N[~self.left_out[order_N]]
+        order_N = order_N.to(device)
         batches = len(self) // parts
         # of cuts[-1] images, rank r takes cuts[r] to cuts[r + 1]
         cuts = [0, *itertools.accumulate(self.shares or (1,) * self.size)]
         if self.train:
-            order_N = torch.cat([order_N, order_N[: -images % batch]])[: batches * batch]
+            order_N = torch.cat([order_N, order_N[: -len(order_N) % batch]])[: batches * batch]
         for number, rank in part_numbers:
             start = number // parts * batch
             last = number // parts == batches - 1

@@ -1,0 +1,138 @@
+"""Training images that the network knows already, left out of an epoch."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kasoku.core import Batch, InputError, Job, Range, Stage, Technique
+from kasoku.core.schedule import epoch_of
+from kasoku.data.augment.basic import own_loader
+from kasoku.data.loading.loader import Loader
+from kasoku.data.loading.shuffle import draws
+
+_STREAM = 32  # of the draws that choose among the easy images
+
+
+@dataclass(frozen=True)
+class SkipEasy(
+    Technique,
+    stage=Stage.DATA,
+    in_sandbox=False,
+    refuses={
+        "is_asynchronous": "all ranks need the losses of all images after each step; leave one of them out",
+        "shares_batch": "ranks exchange the losses of equal parts of a batch; leave one of them out",
+        "mixes_images": "the loss of mixed images says nothing about a single one; leave one of them out",
+    },
+):
+    """Leaves out a share of the training images in each epoch: a random choice of those with the smallest losses.
+
+    The loss of an image is the cross-entropy, without smoothing, of the last time it was trained on, with the weights
+    of that time; no other forward is computed. An epoch with fewer images has fewer updates and still counts as one, so
+    schedules and `epochs` stay as they are. `SkipEasy(0.4)` spares 40 % of the images from the third epoch on.
+
+    Args:
+        share: of the images that an epoch leaves out, above 0 and below 1.
+        start: the first epoch that leaves images out, at least 1; a share of the training if it is smaller.
+        easy: images are chosen from so many times `share` of all, those with the smallest losses; at least 1: then
+            the easiest ones are left out at each epoch, without chance.
+        epochs: the length of the training, 0 or more; 0: the recipe's.
+
+    Saves: the steps of the images left out.
+    Costs: some accuracy, more with a larger share or an early start; a cross-entropy of each batch more.
+    Ref: Jiang et al. 2019 (arXiv 1910.00762); Qin et al. 2023 (InfoBatch, arXiv 2303.04947), here without its weights.
+    """
+
+    share: Annotated[float, Range("a share of the images", above=0, below=1)]
+    start: Annotated[float, Range("an epoch, or a share of the training", above=0)] = 2.0
+    easy: Annotated[float, Range("times the share", at_least=1)] = 1.5
+    epochs: Annotated[float, Range(at_least=0)] = 0.0
+
+    def over(self, epochs: float) -> Technique:
+        return replace(self, epochs=self.epochs or epochs)
+
+    def image_share(self, epoch: int) -> float:
+        first = max(1, math.ceil(epoch_of(self.start, self.epochs, type(self).__name__) - 1e-9))
+        return 1.0 if epoch < first else 1 - self.share
+
+    def left_out(self, images: int) -> int:
+        """How many of so many images an epoch leaves out."""
+        return images - round(images * (1 - self.share))
+
+    def apply(self, job: Job) -> None:
+        """Chooses the images of an epoch as it begins, and notes their losses in `job.loss`. Steps are collective."""
+        losses, plain_loss = _Losses(self, job, own_loader(job, self)), job.loss
+
+        def chosen(batches: Iterable[Batch]) -> Iterator[Batch]:
+            losses.choose()
+            for x_NCHW, y_N in batches:
+                labels_N = y_N.detach()  # an object of our own, which has the numbers of its images
+                labels_N.rows_N = losses.loader.index_N  # type: ignore[attr-defined]
+                yield x_NCHW, labels_N
+
+        def loss(outputs: Any, labels_N: Tensor) -> Tensor:
+            value = plain_loss(outputs, labels_N)
+            if hasattr(labels_N, "rows_N") and not job.rehearses:
+                losses.note(outputs.detach().float(), labels_N)
+            return value
+
+        job.around_loader(chosen)
+        job.patch(job, "loss", loss)
+        job.after_step(losses.exchange)
+        job.keep("skip_easy", losses)
+
+
+class _Losses:
+    """The last loss of each image, equal on all ranks after each step; infinite before there is one."""
+
+    def __init__(self, technique: SkipEasy, job: Job, loader: Loader) -> None:
+        self.technique, self.job, self.loader = technique, job, loader
+        self.loss_N = torch.full((loader.images,), math.inf, device=loader.device)
+        self.noted: list[Tensor] = []  # of this step: numbers of images, and the bits of their losses
+        left = loader.images - technique.left_out(loader.images)
+        if left < loader.batch:
+            got = f"share={technique.share:g} leaves {left} of {loader.images} images, and a batch has {loader.batch}"
+            raise InputError(f"SkipEasy: {got}; leave out fewer, or take a smaller batch")
+        job.configure_loader(left_out=None)  # as it is again after `close()`
+
+    def choose(self) -> None:
+        """Chooses the images of the epoch that begins; those of one that goes on stay."""
+        loader, job, technique = self.loader, self.job, self.technique
+        epoch, progress = math.floor(job.progress + 1e-9), job.progress
+        if loader.position:
+            return
+        left_out_N = None
+        if technique.image_share(epoch) < 1:
+            count = technique.left_out(loader.images)
+            easy_N = self.loss_N.argsort(stable=True)[: round(count * technique.easy)]
+            left_out_N = torch.zeros(loader.images, dtype=torch.bool)
+            left_out_N[easy_N[draws(loader.seed, epoch, easy_N, _STREAM).argsort(stable=True)[:count]].cpu()] = True
+        loader.configure(left_out=left_out_N)
+        job.set_progress(progress)
+
+    def note(self, logits_NK: Tensor, labels_N: Any) -> None:
+        loss_N = functional.cross_entropy(logits_NK, labels_N, reduction="none")
+        self.noted.append(torch.stack([labels_N.rows_N, loss_N.view(torch.int32).long()]))
+
+    def exchange(self) -> None:
+        """All ranks learn the losses of a step. Collective."""
+        if not self.noted:
+            got = "a step without a loss of images of job.loader"
+            raise InputError(f"SkipEasy: {got}: train on job.loss(outputs, labels), with the labels as they come")
+        own_2N, comm = torch.cat(self.noted, 1), self.job.comm
+        all_R2N = own_2N.new_empty(comm.size, *own_2N.shape)
+        comm.all_gather(all_R2N, own_2N).wait()
+        rows_N, bits_N = all_R2N.transpose(0, 1).flatten(1)
+        self.loss_N.index_copy_(0, rows_N, bits_N.int().view(torch.float32))
+        self.noted.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss_N": self.loss_N, "left_out": self.loader.pipeline.left_out}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss_N.copy_(state["loss_N"])
+        self.loader.configure(left_out=state["left_out"])
