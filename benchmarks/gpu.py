@@ -1,14 +1,18 @@
 """What must be seen on a GPU, in one go of at most 8 minutes: `make gpu`. A table last, then one JSON line.
 
 Each check is a process of its own with a limit; one that fails or has no data does not stop the others. CIFAR-10 is
-looked for in $KASOKU_CIFAR10 (the official binary format). Without a GPU it says so and exits with 1.
+looked for in $KASOKU_CIFAR10 (the official binary format). Without a GPU it says so and exits with 1. If $KASOKU_RIVAL
+names a script as time_to_accuracy.py takes it, with its options, 20 seeds of it and of the CIFAR-10 recipe run in
+turns after that, for at most 10 minutes more.
 
 Published beside ours: airbench94_muon 2.59 s to 94 % on an A100 (training alone, data on the GPU, kernels warm).
 """
 
 import argparse
 import json
+import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -21,8 +25,10 @@ import torch
 
 from common import finish, parse, seconds_per_call
 from kasoku.report import print_table
+from time_to_accuracy import run, run_rival, warm_s
 
 ROOT = Path(__file__).parent.parent
+_RACE_S = 600.0
 RECORD = ["--record"] if "--record" in sys.argv else []  # handed on to the benchmarks that are run
 
 
@@ -78,6 +84,27 @@ def cifar10() -> str:
         shown.append(f"{more[0] if more else 'plain'}: {result['top1']:.2%}, {result['seconds']} s in all, "
                      f"compile {by['compile']}, forward {by['forward']}, backward {by['backward']}")  # fmt: skip
     return "; ".join(shown)
+
+
+def race() -> str:
+    """The CIFAR-10 recipe and a rival's script, in turns: whole processes (cold); training and test alone (warm)."""
+    rival, root = shlex.split(os.environ.get("KASOKU_RIVAL", "")), os.environ.get("KASOKU_CIFAR10")
+    if not rival or not root:
+        return "skipped: KASOKU_RIVAL names no script, or KASOKU_CIFAR10 no folder"
+    cold, warm, accuracies, end = [], [], [], time.monotonic() + _RACE_S - 60
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(20):
+            settings = [f"data.root={root}"]
+            ours = run(str(ROOT / "recipes" / "cifar10_cifarnet_94.toml"), seed, settings, Path(folder) / str(seed))
+            theirs = run_rival(Path(rival[0]), seed, rival[1:])
+            cold.append(ours["process_s"] / theirs["process_s"])
+            warm.append(warm_s(ours) / theirs.get("seconds", math.nan))
+            accuracies.append((ours["top1"], theirs["top1"]))
+            if time.monotonic() > end:
+                break
+    own, rivals = (statistics.mean(column) for column in zip(*accuracies, strict=True))
+    times = f"cold {statistics.median(cold):.3f}, warm {statistics.median(warm):.3f} of the rival's seconds"
+    return f"{times}; {own:.2%} beside {rivals:.2%}; n {len(cold)}"
 
 
 def resnet50() -> str:
@@ -176,6 +203,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "virtual ranks": virtual_ranks,
     "asynchronous": asynchronous,
     "ranks": ranks,
+    "race": race,
 }
 
 
@@ -194,7 +222,7 @@ def main() -> int:
     for name in CHECKS:
         command = [sys.executable, __file__, "--check", name, *RECORD]
         try:
-            limit = max(1.0, min(240.0, end - time.monotonic()))
+            limit = _RACE_S if name == "race" else max(1.0, min(240.0, end - time.monotonic()))
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
             lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
             rows[name] = ("" if done.returncode == 0 else "FAILED: ") + (lines[-1] if lines else "no output")

@@ -6,7 +6,8 @@ Command: python benchmarks/time_to_accuracy.py recipes/cifar10_cifarnet_94.toml 
 Each seed is a `kasoku train` process of its own; seconds_per_run is the wall clock of the whole process. With --rival a
 script of somebody else runs beside it, a process for each seed, in turns: FILE takes `--seed N` and prints a JSON line
 with `top1` (0 to 1) last. `ours_over_rival` is the median over seeds of our seconds over the rival's, with the 95 %
-interval of a paired t test on its logarithms. Before each seed the machine's yardstick is measured in a process of its
+interval of a paired t test on its logarithms. If the line also has `seconds`, those of training and test alone,
+`warm_over_rival` compares them with ours. Before each seed the machine's yardstick is measured in a process of its
 own: a bare CIFAR ResNet-9, bf16, channels_last, batch 128.
 """
 
@@ -51,6 +52,12 @@ def claims(recipe: str, *, rival: bool) -> dict[str, tuple[str, ...]]:
     return {f"{subject}/{name}": keys for name, keys in each.items()} if subject else {}
 
 
+def warm_s(result: dict[str, Any]) -> float:
+    """The seconds of a run's steps and evaluations: all but its start and its end."""
+    rows = ("compile", "input", "copy", "transforms", "forward", "backward", "exposed", "update", "evaluate")
+    return sum(result["seconds_by"].get(row, 0.0) for row in rows)
+
+
 def run(recipe: str, seed: int, settings: list[str], out: Path) -> dict[str, Any]:
     """One training as a process; its result.json with the process's wall clock as `process_s`."""
     options = [option for setting in [*settings, f"seed={seed}"] for option in ("--set", setting)]
@@ -66,12 +73,12 @@ def run(recipe: str, seed: int, settings: list[str], out: Path) -> dict[str, Any
 
 
 def run_rival(file: Path, seed: int, options: list[str]) -> dict[str, float]:
-    """One training by the rival's script as a process: its top1 and the process's wall clock."""
+    """One training by the rival's script as a process: what its last line has, and the process's wall clock."""
     start = time.perf_counter()
     command = [sys.executable, str(file), "--seed", str(seed), *options]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     process_s = time.perf_counter() - start
-    return {"top1": float(json.loads(done.stdout.splitlines()[-1])["top1"]), "process_s": process_s}
+    return {**json.loads(done.stdout.splitlines()[-1]), "process_s": process_s}
 
 
 def yardstick() -> float:
@@ -131,6 +138,9 @@ def main() -> None:
             "rival_top1": [round(100 * r["top1"], 2) for r in rivals],
             "rival_top1_mean": round(100 * statistics.mean(r["top1"] for r in rivals), 2),
         }
+        if all("seconds" in r for r in rivals):
+            warm = [warm_s(result) / r["seconds"] for result, r in zip(results, rivals, strict=True)]
+            figures |= {"warm_over_rival": round(statistics.median(warm), 3), "warm_over_rival_spread": spread(warm)}
     parameters = {"recipe": arguments.recipe, "seeds": arguments.seeds, "set": arguments.set}
     finish("time_to_accuracy", parameters, figures, claims(arguments.recipe, rival=bool(rivals)))
 
