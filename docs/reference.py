@@ -35,6 +35,7 @@ RANKS = {  # class attribute: when its techniques communicate
     "groups_span_ranks": "each update communicates, and a forward in which a group of images spans ranks",
     "renews_statistics": "`job.evaluation()` communicates",
     "vetoes_steps": "each step that it decides on communicates (a few numbers of each rank)",
+    "exchanges_losses": "each step communicates (the losses of its images)",
     "captures_graph": "each step communicates, if the model has a BatchNorm",
     "saves_memory": "beside Overlap, the backward of a large Linear communicates",
 }

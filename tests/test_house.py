@@ -23,18 +23,18 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2260,  # what a technique says of itself; loops of the user's own
+    "core": 2261,  # what a technique says of itself; loops of the user's own
     "optim": 1012,
     "models": 845,
     "device": 771,
-    "data": 4826,  # images that epochs leave out; folders as they come
+    "data": 4827,  # images that epochs leave out; folders as they come
     "distributed": 6026,  # sharded updates; parameters that are frozen in mid-run
     "memory": 1874,
     "tracking": 246,  # metrics before open()
     "config": 1522,
     "tune": 1664,  # forks of a warm process, and halving that continues trials, in kasoku search
-    "simulate": 1324,
-    "report": 2216,
+    "simulate": 1325,
+    "report": 2204,
     "training": 2739,  # other classes, other test images and folders that are taken are named; one check of those
     "commands": 1876,  # jobs of ensembles are checked before they wait in a queue
     "testing": 592,

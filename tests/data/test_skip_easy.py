@@ -1,6 +1,7 @@
 """Easy images left out of epochs: which, how many, on ranks that agree, resumed to the same bits."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ SKIP = SkipEasy(0.4, start=1, easy=1.5)  # 1,437 images: 14 updates of 100, then
 SEED = 2
 
 
-def job_on(skip: SkipEasy = SKIP, comm: Comm | None = None, parts: int = 1, fill: bool = False) -> Job:
+def job_on(skip: SkipEasy = SKIP, comm: Comm | None = None, shares: tuple[int, ...] = (), **settings: Any) -> Job:
     torch.manual_seed(0)
-    batches = loader(digits(), "train", 100, seed=SEED, comm=comm, parts=parts, fill=fill)
+    batches = loader(digits(), "train", 100, seed=SEED, comm=comm, **settings)
     net = cifarnet(in_channels=1, widths=(8, 8), norm_momentum=0.1)
-    job = Job(net, sgd, loader=batches, comm=comm, accumulate=parts)
+    job = Job(net, sgd, loader=batches, comm=comm, accumulate=batches.parts)
     others = [AllReduce()] if comm else []
+    others += [Shares(shares)] if shares else []
     return job.apply(skip, Rate(Linear(epochs=4)), *others)
 
 
@@ -95,9 +97,10 @@ def test_stopped_and_resumed_is_never_stopped(stop: int):
     assert whole.progress == second.progress
 
 
-def test_ranks_leave_out_the_same_images():
+@pytest.mark.parametrize("shares", [(), (70, 30)])
+def test_ranks_leave_out_the_same_images(shares: tuple[int, ...]):
     def on_rank(comm: Comm):
-        job, rows = job_on(comm=comm), []
+        job, rows = job_on(comm=comm, shares=shares), []
         train(job, 14)
         train(job, 8, each=lambda: rows.append(job.plain_loader.index_N))
         return torch.cat(rows), job.plain_loader.pipeline.left_out, losses_of(job)
@@ -124,15 +127,28 @@ def test_a_training_counts_the_updates_of_what_it_takes():
 
 
 def test_what_does_not_fit_is_refused():
-    for other in (Mix(), Asynchronous(), Shares((60, 40))):
+    for other in (Mix(), Asynchronous()):
         with pytest.raises(InputError, match="leave one of them out"):
             job_on().apply(other)
     with pytest.raises(InputError, match=r"give the job a kasoku\.data\.loader"):
         Job(cifarnet(in_channels=1, widths=(8, 8)), sgd, loader=[]).apply(SKIP)
-    with pytest.raises(InputError, match=r"leaves 144 of 1437 images, and a batch has 200"):
-        Job(cifarnet(in_channels=1), sgd, loader=loader(digits(), "train", 200)).apply(SkipEasy(0.9))
+    with pytest.raises(InputError, match="batch=100: more than the 72 images of epoch 1"):
+        train(job_on(SkipEasy(0.95, start=1)), 15)
+    in_order = Job(cifarnet(in_channels=1), sgd, loader=loader(digits(), "train", 100, shuffled=False))
+    with pytest.raises(InputError, match="a loader in order"):
+        in_order.apply(SKIP)
+    with pytest.raises(InputError, match="of a training on 3 images, here are 1437"):
+        job_on().kept("skip_easy").load_state_dict({"loss_N": torch.zeros(3), "left_out": None})
     with pytest.raises(InputError, match="without epochs"):
         train(job_on(SkipEasy(0.4, start=0.5)), 1)
+
+
+def test_a_loss_that_is_only_looked_at_is_not_noted():
+    job = job_on()
+    for x, y in itertools.islice(job.loader, 1):
+        with torch.no_grad():
+            job.loss(job.model(x), y)
+    assert not job.kept("skip_easy").noted
 
 
 def test_a_loop_must_take_the_loss_of_the_images_as_they_come():

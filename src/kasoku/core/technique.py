@@ -57,6 +57,7 @@ class Technique(Checked):
     captures_graph: ClassVar[bool] = False  # replays forward and backward as a graph, in which no Python runs
     needs_whole_gradients: ClassVar[bool] = False  # reads all gradients before the first parameter is updated
     reads_state: ClassVar[bool] = False  # reads the optimizer's state, by parameter, between steps
+    exchanges_losses: ClassVar[bool] = False  # tells all ranks the losses of a step's images
     vetoes_steps: ClassVar[bool] = False  # decides at each step, by `Job.decide_step`, whether any parameter changes
     saves_memory: ClassVar[bool] = False  # keeps less for backward than autograd does
     changes_pixels: ClassVar[bool] = False  # changes images of the loader, or their order of decoding

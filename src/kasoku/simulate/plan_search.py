@@ -7,7 +7,7 @@ from typing import Any
 
 from kasoku.config.ranks import can_share
 from kasoku.config.recipe import Recipe
-from kasoku.config.updates import growth, updates
+from kasoku.config.updates import growth, images_in_epoch, updates
 from kasoku.core import InputError
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
@@ -52,8 +52,9 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str]
     base: Scenario | None = None
     for recipe in recipes:
         base = scenario(recipe, cluster, profiles=profiles, like=base)
-        largest = recipe.batch * max(growth(recipe, epoch) for epoch in range(math.ceil(recipe.epochs)))
-        if largest > base.facts.images or updates(recipe, base.facts.images) < 1:
+        epochs, images = range(math.ceil(recipe.epochs)), base.facts.images
+        too_large = any(recipe.batch * growth(recipe, i) > images_in_epoch(recipe, images, i) for i in epochs)
+        if too_large or updates(recipe, base.facts.images) < 1:
             continue
         simulator = base.simulator
         most = int(cluster.device.most * _OUTPUTS / max(1.0, sum(layer.outputs for layer in simulator.net.layers)))

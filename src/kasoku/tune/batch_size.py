@@ -55,11 +55,11 @@ def tune_batch_size(
     near 0 to its value after the warm-up; branches have rates that follow the batch. Afterwards model, optimizer,
     random states, statistics and data order are as before, bit for bit. All ranks get the same result.
 
-    The copies leave out: GrowBatch and LowResolution (the size itself is tried, with full images); Shares; the
-    schedule of the rate; on several ranks VirtualRanks, and the exchange of gradients, which is timed once and added:
-    in full, or with Overlap the part that two thirds of computing cannot hide. Hooks that were on the model before the
-    job was created stay, later ones do not. A technique of your own is applied to the copy unless it declares
-    `in_sandbox = False`.
+    The copies leave out: GrowBatch, LowResolution and SkipEasy (the size itself is tried, with full images); Shares;
+    the schedule of the rate; on several ranks VirtualRanks, and the exchange of gradients, which is timed once and
+    added: in full, or with Overlap the part that two thirds of computing cannot hide. Hooks that were on the model
+    before the job was created stay, later ones do not. A technique of your own is applied to the copy unless it
+    declares `in_sandbox = False`.
 
     Args:
         job: its loader is one of kasoku.data.

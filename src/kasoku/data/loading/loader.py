@@ -115,6 +115,8 @@ class Loader:
         batch, ranks, parts, length = pipeline.batch, pipeline.size, pipeline.parts, len(pipeline)
         if not pipeline.shares and batch % (ranks * parts):
             raise InputError(f"batch={batch}: not a multiple of {ranks} ranks x {parts} parts; choose one that is")
+        if pipeline.train and batch > pipeline.images_taken:
+            raise InputError(f"batch={batch}: more than the {pipeline.images_taken} images of epoch {epoch}; take less")
 
         def dealt(next_share: Callable[[], int | None]) -> Iterator[tuple[int, int]]:
             while (share := next_share()) is not None:

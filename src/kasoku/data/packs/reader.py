@@ -150,9 +150,6 @@ def shards(  # noqa: PLR0913
     return photos(name, classes, split_off(whole, test_N, validation, seed, top), size, max_bad_fraction)
 
 
-# ---- packs of our own
-
-
 def pack_facts(store: Store) -> dict[str, Any] | None:
     """The contents of pack.json; None if there is none. Raises Damaged if it cannot be used."""
 
@@ -242,9 +239,6 @@ def _joined(store: Store, files: list[str], known: list[Index], raw: bool | None
             raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
 
     return Shards(store, tuple(files), place_N5, torch.from_numpy(label_N.copy()), names, mapped)
-
-
-# ---- foreign shards
 
 
 def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:

@@ -120,7 +120,7 @@ class FlatViews:
 
 
 class Prediction(FlatViews):
-    """Moves a group's parameters by `ahead` times the other ranks' last movement, which the buffer holds.
+    """Moves a group's parameters by `ahead` times the other ranks' last movement (the buffer; empty if `ahead` is 0).
 
     Parameters contain the prediction from the end of a step to the next optimizer step or sync point. It is removed
     whenever updates are sent or weights are read, as it would otherwise be sent as part of this worker's own update.

@@ -87,9 +87,6 @@ def ticks(names: Sequence[object], max_letters: int = 24) -> dict[str, Any]:
     return {"tickvals": list(range(len(shown))), "ticktext": shown, "autorange": "reversed"}
 
 
-# ---- curves
-
-
 def curves(runs: Sequence[RunRecord]) -> list[Chart]:
     """Loss, learning rate and accuracy over epochs; accuracy, utilization and memory over time; as far as known."""
     charts = []
@@ -150,9 +147,6 @@ def panels(charts: Sequence[Panel], x_label: str, *, x_log: bool = False) -> lis
         figure = new_figure(traces, 340, x_axis, y_axis, showlegend=len(traces) > 1)
         drawn.append(Chart(f"panel-{number}", panel.label, figure))
     return drawn
-
-
-# ---- where the time went
 
 
 def row_colour(row: str, rows: Sequence[str]) -> str:
@@ -230,9 +224,6 @@ def _lane_of(span: Mapping[str, Any]) -> tuple[int, str]:
     return span["rank"], span["stream"]
 
 
-# ---- classes
-
-
 def confusion_counts(document: Mapping[str, Any]) -> list[Counter[int]]:
     """For each class, the number of its images that were predicted as each class."""
     counts: list[Counter[int]] = [Counter() for _ in document["classes"]]
@@ -295,9 +286,6 @@ def confusion(document: Mapping[str, Any]) -> Chart:
     figure = new_figure(traces, min(760, 220 + 26 * len(shown)), x, y, dragmode=False, showlegend=False)
     note = f"The {len(shown)} classes with the most mistakes, of {len(classes)}." if len(shown) < len(classes) else ""
     return Chart("confusion", "Confusion", figure, note)
-
-
-# ---- a profile
 
 
 def profile(document: Mapping[str, Any]) -> dict[str, Any]:
