@@ -10,10 +10,12 @@ from kasoku.data import Augment, GrowBatch, Pipeline, Transforms, digits, folder
 from kasoku.data.augment.transforms import Vary
 from kasoku.optim import sgd
 
+NONE_OF_THEM = torch.zeros(1797, dtype=torch.bool)
 OTHER = {
     "seed": 3,
     "shuffled": False,
     "images": 7,
+    "left_out": NONE_OF_THEM,
     "batch": 6,
     "rank": 1,
     "size": 2,

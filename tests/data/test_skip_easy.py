@@ -62,13 +62,18 @@ def test_images_are_left_out_by_chance_among_those_with_the_smallest_losses():
     assert not torch.equal(*chosen)
 
 
-def test_the_easiest_are_left_out_where_there_is_no_chance():
-    job = job_on(SkipEasy(0.4, start=1, easy=1))
-    train(job, 14)
-    before = losses_of(job)
-    train(job, 1)
-    left_out = job.plain_loader.pipeline.left_out
-    assert before[left_out].max() <= before[~left_out].min()
+def test_easy_images_that_stay_stand_for_those_left_out():
+    job = job_on()
+    train(job, 16)
+    weights_of_all = job.kept("skip_easy").weight_N
+    assert weights_of_all.sum() == pytest.approx(862, rel=1e-3)  # a mean of 1 over the images of the epoch
+    x, y = next(iter(job.loader))
+    weight = weights_of_all[job.plain_loader.index_N]
+    assert weight.unique().tolist() == pytest.approx([0.6, 1.8], rel=1e-3)
+    each = nn.functional.cross_entropy(job.model(x), y, reduction="none")
+    expected = torch.autograd.grad((each * weight).mean(), job.model.head.weight)
+    got = torch.autograd.grad(job.loss(job.model(x), y), job.model.head.weight)
+    torch.testing.assert_close(got, expected)
 
 
 def test_the_losses_are_those_of_the_network():
@@ -138,7 +143,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(InputError, match="a loader in order"):
         in_order.apply(SKIP)
     with pytest.raises(InputError, match="of a training on 3 images, here are 1437"):
-        job_on().kept("skip_easy").load_state_dict({"loss_N": torch.zeros(3), "left_out": None})
+        job_on().kept("skip_easy").load_state_dict({"loss_N": torch.zeros(3)})
     with pytest.raises(InputError, match="without epochs"):
         train(job_on(SkipEasy(0.4, start=0.5)), 1)
 
