@@ -452,7 +452,7 @@ MEMBERS = [
     ),
     Member(Seeded(seed=3), "another random state in every step", seeded),
     Member(Shares(SHARES), "unequal batches on the ranks", shares),
-    Member(SkipEasy(0.5, start=1.0), "half of the images in the second epoch", skip_easy),
+    Member(SkipEasy(0.5, start=1.0, until=9.0), "half of the images in the second epoch", skip_easy),
     Member(Timed(), "the times of every step", timed),
     Member(Track("tensorboard"), "a tracker in `job.trackers`, which rank 0 opens", track),
     Member(

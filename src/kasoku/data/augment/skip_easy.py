@@ -29,38 +29,39 @@ class SkipEasy(
         "mixes_images": "the loss of mixed images says nothing about a single one; leave one of them out",
     },
 ):
-    """Leaves a share of the training images out of later epochs: a random choice of those with the smallest losses.
+    """Leaves a share of the training images out of some epochs: a random choice of those with the smallest losses.
 
     The loss of an image is the cross-entropy, without smoothing, of the last time it was trained on, with the weights
-    of that time; no other forward is computed. Easy images that an epoch takes stand for those left out: their
-    gradients count more. An epoch with fewer images has fewer updates and still counts as one, so schedules and
-    `epochs` stay as they are. `SkipEasy(0.3)` leaves three of ten images out, from the third epoch on.
+    of that time; no other forward is computed. An epoch with fewer images has fewer updates and still counts as one, so
+    schedules and `epochs` stay as they are. The last epochs take all images again: without them accuracy is lost.
+    `SkipEasy(0.4)` leaves four of ten images out, from the third epoch until four fifths of the training.
 
     Args:
         share: of the images that an epoch leaves out, above 0 and below 1.
-        start: how many epochs take all images, at least 1; a share of the training if it is smaller.
-        easy: images are chosen among so many times `share` of all, those with the smallest losses; above 1.
+        start: how many epochs take all images at first, at least 1; a share of the training if it is smaller.
+        until: the time from which epochs take all images again, above 0; a share of the training if it is below 1.
+        easy: images are chosen among so many times `share` of all, those with the smallest losses; at least 1. With 1
+            the easiest images are left out, without chance.
         epochs: the length of the training, 0 or more; 0: the recipe's.
 
     Saves: the steps of the images left out.
     Costs: some accuracy, more with a larger share or an early start. A second cross-entropy of each batch, 4 bytes an
         image, and on several ranks a small collective a step.
-    Maths: g = mean over the batch of w_i g_i; w = t of hard images, t * easy / (easy - 1) of easy ones, t = 1 - share:
-        its expectation is the mean over all images.
-    Ref: Qin et al. 2023 (InfoBatch, arXiv 2303.04947); Jiang et al. 2019 (arXiv 1910.00762).
+    Ref: Jiang et al. 2019 (arXiv 1910.00762); Qin et al. 2023 (InfoBatch, arXiv 2303.04947), here without its weights.
     """
 
     share: Annotated[float, Range("a share of the images", above=0, below=1)]
     start: Annotated[float, Range("an epoch, or a share of the training", above=0, below=math.inf)] = 2.0
-    easy: Annotated[float, Range("times the share", above=1, below=math.inf)] = 2.0
+    until: Annotated[float, Range("an epoch, or a share of the training", above=0, below=math.inf)] = 0.8
+    easy: Annotated[float, Range("times the share", at_least=1, below=math.inf)] = 1.5
     epochs: Annotated[float, Range(at_least=0, below=math.inf)] = 0.0
 
     def over(self, epochs: float) -> Technique:
         return replace(self, epochs=self.epochs or epochs)
 
     def image_share(self, epoch: int) -> float:
-        first = max(1, math.ceil(epoch_of(self.start, self.epochs, type(self).__name__) - 1e-9))
-        return 1.0 if epoch < first else 1 - self.share
+        start, until = (epoch_of(t, self.epochs, type(self).__name__) for t in (self.start, self.until))
+        return 1 - self.share if max(1, start - 1e-9) <= epoch < until - 1e-9 else 1.0
 
     def left_out(self, images: int) -> int:
         """How many of so many images an epoch leaves out."""
@@ -78,14 +79,10 @@ class SkipEasy(
                 yield x_NCHW, labels_N
 
         def loss(outputs: Any, labels_N: Tensor) -> Tensor:
-            if not (hasattr(labels_N, "rows_N") and getattr(outputs, "requires_grad", False)):
-                return plain_loss(outputs, labels_N)
-            if not job.rehearses:
+            value = plain_loss(outputs, labels_N)
+            if value.requires_grad and hasattr(labels_N, "rows_N") and not job.rehearses:
                 losses.note(outputs.detach().float(), labels_N)
-            weighed = outputs.view_as(outputs)  # a tensor of this call alone
-            weight_N1 = losses.weight_N[labels_N.rows_N, None].to(outputs.dtype)
-            weighed.register_hook(lambda gradient_NK: gradient_NK * weight_N1)
-            return plain_loss(weighed, labels_N)
+            return value
 
         job.around_loader(chosen)
         job.patch(job, "loss", loss)
@@ -94,15 +91,11 @@ class SkipEasy(
 
 
 class _Losses:
-    """The last loss of each image, equal on all ranks after each step; infinite before there is one.
-
-    `weight_N`: of each image's gradient in this epoch; 0: it is left out.
-    """
+    """The last loss of each image, equal on all ranks after each step; infinite before there is one."""
 
     def __init__(self, technique: SkipEasy, job: Job, loader: Loader) -> None:
         self.technique, self.job, self.loader = technique, job, loader
         self.loss_N = torch.full((loader.images,), math.inf, device=loader.device)
-        self.weight_N = torch.ones_like(self.loss_N)
         self.noted: list[Tensor] = []  # of this step: numbers of images, and the bits of their losses
         if not loader.pipeline.train:
             raise InputError("SkipEasy: a loader in order, or of test images: give a shuffled one of training images")
@@ -110,23 +103,17 @@ class _Losses:
 
     def choose(self) -> None:
         """Chooses the images of the epoch that begins; those of one that goes on stay."""
-        loader, technique, count = self.loader, self.technique, 0
+        loader, job, technique = self.loader, self.job, self.technique
+        epoch, progress, left_out_N = loader.epoch, job.progress, None
         if loader.position:
             return
-        if technique.image_share(loader.epoch) < 1:
+        if technique.image_share(epoch) < 1:
             count = technique.left_out(loader.images)
-        easy_N = self.loss_N.argsort(stable=True)[: round(count * technique.easy)]
-        left_out_N = easy_N[draws(loader.seed, loader.epoch, easy_N, _STREAM).argsort(stable=True)[:count]]
-        weight_N = torch.full_like(self.weight_N, taken := 1 - count / loader.images)
-        weight_N[easy_N] = taken * len(easy_N) / max(1, len(easy_N) - count)
-        weight_N[left_out_N] = 0
-        progress = self.job.progress
-        self.take(weight_N)
-        self.job.set_progress(progress)
-
-    def take(self, weight_N: Tensor) -> None:
-        self.weight_N, left_out = weight_N, (weight_N == 0).cpu()
-        self.loader.configure(left_out=left_out if left_out.any() else None)
+            easy_N = self.loss_N.argsort(stable=True)[: round(count * technique.easy)]
+            left_out_N = torch.zeros(loader.images, dtype=torch.bool)
+            left_out_N[easy_N[draws(loader.seed, epoch, easy_N, _STREAM).argsort(stable=True)[:count]].cpu()] = True
+        loader.configure(left_out=left_out_N)
+        job.set_progress(progress)
 
     def note(self, logits_NK: Tensor, labels_N: Any) -> None:
         loss_N = functional.cross_entropy(logits_NK, labels_N, reduction="none")
@@ -149,11 +136,11 @@ class _Losses:
         self.noted.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loss_N": self.loss_N, "weight_N": self.weight_N}
+        return {"loss_N": self.loss_N, "left_out": self.loader.pipeline.left_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (saved := len(state["loss_N"])) != len(self.loss_N):
             got = f"a checkpoint of a training on {saved} images, here are {len(self.loss_N)}"
             raise InputError(f"SkipEasy: {got}: resume with the data it was saved with")
         self.loss_N.copy_(state["loss_N"])
-        self.take(state["weight_N"].to(self.loss_N.device))
+        self.loader.configure(left_out=state["left_out"])
