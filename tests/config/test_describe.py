@@ -16,6 +16,7 @@ NUMBERS = {"number": 0.001, "integer": 1}  # type: the smallest change that leav
 REQUIRED = {
     "Pretrained": {"weights": "w.pth"},
     "LowResolution": {"side": 8, "until": 1.0},
+    "SkipEasy": {"share": 0.4},
 }
 RECIPE = {
     "model": {"use": "kasoku.models.cnn11"},

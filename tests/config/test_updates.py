@@ -123,7 +123,7 @@ def test_a_schedule_that_does_not_fit_the_training_is_said(path, settings, line)
         (LARGE, [], ArcCotangent(warmup=15, turn=70, decay=5)),
         (FOLDER / "imagenette_resnet18.toml", [], Linear(warmup=1, epochs=16)),
         (FOLDER / "imagenet_resnet50_16epochs.toml", [], Linear(warmup=2, epochs=16)),
-        (FOLDER / "cifar10_cifarnet_94.toml", [], Linear(epochs=10.5)),
+        (FOLDER / "cifar10_cifarnet_94.toml", [], Linear(epochs=12)),
         (MLPERF, ["batch=1632"], Polynomial(warmup=2, epochs=35, end=1.35e-5)),
         (MLPERF, ["batch=67840"], Polynomial(warmup=31, epochs=85.9, end=4.05e-6)),
     ],

@@ -38,8 +38,9 @@ class SkipEasy(
 
     Args:
         share: of the images that an epoch leaves out, above 0 and below 1.
-        start: how many epochs take all images at first, at least 1; a share of the training if it is smaller.
-        until: the time from which epochs take all images again, above 0; a share of the training if it is below 1.
+        start: the time up to which epochs take all images, above 0; smaller than 1: a share of the training, else an
+            epoch. The first epoch always does.
+        until: the time from which epochs take all images again, above 0, told in the same way.
         easy: images are chosen among so many times `share` of all, those with the smallest losses; at least 1. With 1
             the easiest images are left out, without chance.
         epochs: the length of the training, 0 or more; 0: the recipe's.
