@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1012,
     "models": 845,
     "device": 771,
-    "data": 4830,  # images that epochs leave out; folders as they come
+    "data": 4831,  # images that epochs leave out; folders as they come
     "distributed": 6026,  # sharded updates; parameters that are frozen in mid-run
     "memory": 1874,
     "tracking": 246,  # metrics before open()
