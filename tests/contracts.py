@@ -17,7 +17,7 @@ from kasoku.report import Timed
 from kasoku.testing import Row
 from kasoku.testing.toy import ToyBatches as Batches
 from kasoku.testing.toy import ToyNet as Net
-from kasoku.testing.toy import assert_same, through_a_file, weights
+from kasoku.testing.toy import assert_same, go_on, through_a_file, weights
 from kasoku.testing.toy import evaluated as judged
 from kasoku.testing.toy import toy_job as make
 from kasoku.testing.toy import toy_optimizer as rule
@@ -30,6 +30,7 @@ __all__ = [
     "Batches",
     "Net",
     "assert_same",
+    "go_on",
     "judged",
     "make",
     "one_thread",

@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1012,
     "models": 845,
     "device": 771,
-    "data": 4831,  # images that epochs leave out; folders as they come
+    "data": 4827,  # images that epochs leave out; folders as they come
     "distributed": 6026,  # sharded updates; parameters that are frozen in mid-run
     "memory": 1874,
     "tracking": 246,  # metrics before open()
@@ -37,7 +37,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "report": 2204,
     "training": 2739,  # other classes, other test images and folders that are taken are named; one check of those
     "commands": 1876,  # jobs of ensembles are checked before they wait in a queue
-    "testing": 592,
+    "testing": 597,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

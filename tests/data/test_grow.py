@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contracts import assert_same, through_a_file, train, weights
+from contracts import assert_same, go_on, train, weights
 from contracts import one_thread as one_thread
 from kasoku.core import InputError, Job, Linear, StepDecay
 from kasoku.data import GrowBatch, digits, loader
@@ -48,9 +48,7 @@ def test_stopped_and_resumed_is_never_stopped(stop: int):
     whole, first, second = job_on(), job_on(), job_on()
     train(whole, 26)
     train(first, stop)
-    saved = through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
-    second.model.load_state_dict(saved["model"])
-    second.load_state_dict(saved["job"])
+    go_on(first, second)
     train(second, 26 - stop)
     assert_same(weights(whole), weights(second))
     assert whole.progress == second.progress

@@ -8,7 +8,7 @@ import tomli_w
 import torch
 from torch import nn
 
-from contracts import assert_same, through_a_file, train, weights
+from contracts import assert_same, go_on, train, weights
 from contracts import one_thread as one_thread
 from kasoku.config.toml import parse, table
 from kasoku.core import InputError, Job
@@ -67,9 +67,7 @@ def test_stopped_and_resumed_is_never_stopped():
     whole, first, second = (job_on_digits(LowResolution(6, until=1.2)) for _ in range(3))
     train(whole, 30)
     train(first, 11)
-    saved = through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
-    second.model.load_state_dict(saved["model"])
-    second.load_state_dict(saved["job"])
+    go_on(first, second)
     train(second, 19)
     assert_same(weights(whole), weights(second))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from contracts import assert_same, through_a_file, train, weights
+from contracts import assert_same, go_on, train, weights
 from contracts import one_thread as one_thread
 from kasoku.config import recipe as recipes
 from kasoku.config.updates import updates
@@ -89,9 +89,7 @@ def test_stopped_and_resumed_is_never_stopped(stop: int):
     whole, first, second = job_on(), job_on(), job_on()
     train(whole, 30)
     train(first, stop)
-    saved = through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
-    second.model.load_state_dict(saved["model"])
-    second.load_state_dict(saved["job"])
+    go_on(first, second)
     train(second, 30 - stop)
     assert_same(weights(whole), weights(second))
     assert whole.progress == second.progress

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from contracts import assert_same, through_a_file, train, weights
+from contracts import assert_same, go_on, train, weights
 from contracts import one_thread as one_thread
 from helpers.photos import coloured_photos
 from helpers.virtual_comm import VirtualClock
@@ -193,9 +193,7 @@ def test_stopped_and_resumed_is_never_stopped(per: str):
     torch.manual_seed(3)
     train(first, 7)
     state = torch.get_rng_state()
-    saved = through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
-    second.model.load_state_dict(saved["model"])
-    second.load_state_dict(saved["job"])
+    go_on(first, second)
     torch.set_rng_state(state)
     train(second, 5)
     assert_same(weights(whole), weights(second))

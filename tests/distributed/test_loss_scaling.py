@@ -162,10 +162,8 @@ def test_a_training_goes_on_from_a_checkpoint_bit_for_bit() -> None:
         first = contracts.make(*techniques, comm=comm, model=contracts.Net(**net))
         contracts.train(whole, 7)
         contracts.train(first, 3)
-        saved = contracts.through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
         second = contracts.make(*techniques, comm=comm, model=contracts.Net(seed=9, **net))
-        second.model.load_state_dict(saved["model"])
-        second.load_state_dict(saved["job"])
+        contracts.go_on(first, second)
         contracts.train(second, 4)
         return [
             (contracts.weights(job), contracts.judged(job), job.kept("loss_scale").state_dict())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from contracts import through_a_file
+from contracts import go_on
 from helpers.nets import blocks, images, peak_of_step, plain_chain, planner_of
 from helpers.ranks import on_processes, on_ranks
 from kasoku.core import Comm, InputError, Job, Technique, Threads, backward_updates
@@ -288,10 +288,8 @@ def test_two_ranks_resume_bit_for_bit():
     def resumed(comm: Comm) -> dict[str, Tensor]:
         first = job_of(comm, "linear", *techniques)
         train(first, range(3))
-        saved = through_a_file({"job": first.state_dict(), "model": first.model.state_dict()})
         second = job_of(comm, "linear", *techniques)
-        second.model.load_state_dict(saved["model"])
-        second.load_state_dict(saved["job"])
+        go_on(first, second)
         train(second, range(3, 6))
         return state_of(second)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from contracts import through_a_file
+from contracts import go_on
 from helpers.nets import images
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
@@ -66,9 +66,7 @@ def test_stopped_and_resumed_is_never_stopped_bit_for_bit(moved):
         step(whole, i)
     for i in range(2):
         step(first, i)
-    saved = through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
-    second.model.load_state_dict(saved["model"])
-    second.load_state_dict(saved["job"])
+    go_on(first, second)
     for i in (2, 3):
         step(second, i)
     assert len(moved) == 8

@@ -20,7 +20,7 @@ from kasoku.core.torch_internals import compiled_forms, gradient_hooks
 from kasoku.device import Compile, Seeded
 from kasoku.distributed import AllReduce
 from kasoku.testing.contracts import Contracts, for_rows
-from kasoku.testing.toy import ToyNet, assert_near, assert_same, evaluated, through_a_file, toy_job, train_toy, weights
+from kasoku.testing.toy import ToyNet, assert_near, assert_same, evaluated, go_on, toy_job, train_toy, weights
 from kasoku.testing.toy import toy_optimizer as rule
 
 _FIXED_SEEDS = Seeded(seed=5)
@@ -124,11 +124,9 @@ class TechniqueContracts(Contracts):
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_stopped_and_resumed_is_never_stopped_bit_for_bit(self, row: Row, accumulate: int) -> None:
         whole, first = (_trained(n, *row.beside(_FIXED_SEEDS), accumulate=accumulate) for n in (7, 3))  # 3: mid-epoch
-        saved = through_a_file({"model": first.model.state_dict(), "job": first.state_dict()})
         torch.manual_seed(99)
         second = toy_job(*row.beside(_FIXED_SEEDS), model=ToyNet(seed=9), accumulate=accumulate)
-        second.model.load_state_dict(saved["model"])
-        second.load_state_dict(saved["job"])
+        go_on(first, second)
         train_toy(second, 4)
         assert_same(weights(whole), weights(second))
         assert torch.equal(evaluated(whole), evaluated(second))
