@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import finish, parse, resnet9_rate, spread
+from kasoku.report.ledger import STEP
 from kasoku.report.significance import interval
 
 SUBJECTS = {  # of the claims about a recipe
@@ -53,9 +54,8 @@ def claims(recipe: str, *, rival: bool) -> dict[str, tuple[str, ...]]:
 
 
 def warm_s(result: dict[str, Any]) -> float:
-    """The seconds of a run's steps and evaluations: all but its start and its end."""
-    rows = ("compile", "input", "copy", "transforms", "forward", "backward", "exposed", "update", "evaluate")
-    return sum(result["seconds_by"].get(row, 0.0) for row in rows)
+    """The seconds of a run's steps and evaluations: all but its start and its checkpoints."""
+    return sum(result["seconds_by"].get(row, 0.0) for row in ("compile", *STEP, "evaluate"))
 
 
 def run(recipe: str, seed: int, settings: list[str], out: Path) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def main() -> None:
             "rival_top1_mean": round(100 * statistics.mean(r["top1"] for r in rivals), 2),
         }
         if all("seconds" in r for r in rivals):
-            warm = [warm_s(result) / r["seconds"] for result, r in zip(results, rivals, strict=True)]
+            warm = [round(warm_s(result) / r["seconds"], 3) for result, r in zip(results, rivals, strict=True)]
             figures |= {"warm_over_rival": round(statistics.median(warm), 3), "warm_over_rival_spread": spread(warm)}
     parameters = {"recipe": arguments.recipe, "seeds": arguments.seeds, "set": arguments.set}
     finish("time_to_accuracy", parameters, figures, claims(arguments.recipe, rival=bool(rivals)))

@@ -64,10 +64,6 @@ class SkipEasy(
         start, until = (epoch_of(t, self.epochs, type(self).__name__) for t in (self.start, self.until))
         return 1 - self.share if max(1, start - 1e-9) <= epoch < until - 1e-9 else 1.0
 
-    def left_out(self, images: int) -> int:
-        """How many of so many images an epoch leaves out."""
-        return images - round(images * (1 - self.share))
-
     def apply(self, job: Job) -> None:
         """Chooses the images of an epoch as it begins, and notes their losses in `job.loss`. Steps are collective."""
         losses, plain_loss = _Losses(self, job, own_loader(job, self)), job.loss
@@ -104,15 +100,15 @@ class _Losses:
 
     def choose(self) -> None:
         """Chooses the images of the epoch that begins; those of one that goes on stay."""
-        loader, job, technique = self.loader, self.job, self.technique
-        epoch, progress, left_out_N = loader.epoch, job.progress, None
+        loader, job, technique, progress = self.loader, self.job, self.technique, self.job.progress
         if loader.position:
             return
-        if technique.image_share(epoch) < 1:
-            count = technique.left_out(loader.images)
+        left_out_N = None
+        if count := loader.images - round(loader.images * technique.image_share(loader.epoch)):
             easy_N = self.loss_N.argsort(stable=True)[: round(count * technique.easy)]
+            chance_N = draws(loader.seed, loader.epoch, easy_N, _STREAM)
             left_out_N = torch.zeros(loader.images, dtype=torch.bool)
-            left_out_N[easy_N[draws(loader.seed, epoch, easy_N, _STREAM).argsort(stable=True)[:count]].cpu()] = True
+            left_out_N[easy_N[chance_N.argsort(stable=True)[:count]].cpu()] = True
         loader.configure(left_out=left_out_N)
         job.set_progress(progress)
 
