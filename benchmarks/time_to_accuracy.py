@@ -91,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="after an earlier run's")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--rival", type=Path, metavar="FILE", help="a script to time beside ours")
     parser.add_argument("--rival-options", type=shlex.split, default=[], metavar="WORDS", help="more words for it")
@@ -103,7 +104,7 @@ def main() -> None:
         parser.error("which recipe?")
     rates, results, rivals = [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
             rates.append(yardstick())
             results.append(run(arguments.recipe, seed, arguments.set, Path(folder) / str(seed)))
             last = results[-1]
@@ -141,7 +142,12 @@ def main() -> None:
         if all("seconds" in r for r in rivals):
             warm = [round(warm_s(result) / r["seconds"], 3) for result, r in zip(results, rivals, strict=True)]
             figures |= {"warm_over_rival": round(statistics.median(warm), 3), "warm_over_rival_spread": spread(warm)}
-    parameters = {"recipe": arguments.recipe, "seeds": arguments.seeds, "set": arguments.set}
+    parameters = {
+        "recipe": arguments.recipe,
+        "seeds": arguments.seeds,
+        "first_seed": arguments.first_seed,
+        "set": arguments.set,
+    }
     finish("time_to_accuracy", parameters, figures, claims(arguments.recipe, rival=bool(rivals)))
 
 
