@@ -11,8 +11,8 @@ from kasoku.data import Shares, by_speed
 from kasoku.distributed import Overlap, VirtualRanks
 from kasoku.distributed.consensus import assert_same_on_all_ranks, version_facts
 
-UNSURE = 0.3  # the fraction of a test batch that `evaluate.views = "crops"` tests on shifted crops too
-TEST_PASSES = {"plain": 1.0, "mirror": 2.0, "crops": 2 + 4 * UNSURE}  # forwards of a test image, by evaluate.views
+UNSURE = 0.3  # the fraction of a test batch that `evaluate.views = "crops"` tests on more than one view
+TEST_PASSES = {"plain": 1.0, "mirror": 2.0, "crops": 1 + 5 * UNSURE}  # forwards of a test image, by evaluate.views
 
 
 def check_same(recipe: Recipe, comm: Comm) -> None:
