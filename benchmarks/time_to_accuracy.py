@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="after an earlier run's")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="the others follow")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--rival", type=Path, metavar="FILE", help="a script to time beside ours")
     parser.add_argument("--rival-options", type=shlex.split, default=[], metavar="WORDS", help="more words for it")

@@ -36,6 +36,7 @@ def test_crops_change_only_the_unsure_and_to_the_mean_of_six_views(model):
         views = [padded[:, :, :8, :8], padded[:, :, 2:, 2:]]
         shifted = sum(model(v) + model(v.flip(3)) for v in views) / 4
         torch.testing.assert_close(crops[i], (mirror[i] + shifted[0]) / 2, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(averaged(model, x[i : i + 1], "crops")[0], crops[i], rtol=1e-5, atol=1e-6)
 
 
 def test_where_no_image_can_be_decoded_there_is_no_accuracy(model):

@@ -43,7 +43,7 @@ class Evaluate(Checked):
         start: no evaluation before this epoch but the one at the end; any number.
         target: the top-1 accuracy to reach, a fraction from 0 to 1 (0.94 for 94 %); 0: none.
         stop: end the training once the target is reached.
-        views: average the logits of an image over itself ("plain": itself only), its mirror image, and shifted crops.
+        views: "plain": the image alone; "mirror": its mirror image too; "crops": both and shifted crops, where unsure.
         batch: images at once, 0 or more; 0: as in training, and in `eval` and `predict` at most 256 a rank.
         stale: show also the accuracy without Recalibrate, which tells what stale BatchNorm averages cost.
     """
