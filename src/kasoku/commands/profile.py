@@ -38,10 +38,9 @@ Profiled = tuple[int, StepProfile, Mapping[str, float], StepFacts]  # of a rank,
 
 def run(arguments: ProfileArguments) -> int:
     """Profiles some steps; returns the exit code."""
-    if arguments.steps < 1:
-        raise InputError(f"--steps {arguments.steps}: at least 1 step is wanted")
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise InputError(f"--ranks {arguments.ranks}: at least 1 process is wanted")
+    for name, number, one in (("steps", arguments.steps, "step"), ("ranks", arguments.ranks, "process")):
+        if number is not None and number < 1:
+            raise InputError(f"--{name} {number}: at least 1 {one} is wanted")
     run_rank, count = partial(_profile, arguments), lambda: arguments.ranks or gpus_for(arguments.load())
     return on_ranks(run_rank, arguments.words, started=arguments.started, count=count)
 

@@ -103,11 +103,9 @@ def end_process(line: str) -> None:
 class Watchdog:
     """Watches over the ranks of a job; all other ranks name a dead one after dead_s and about two beats.
 
-    Args:
-        hang_timeout_s: seconds without a step after which a rank hangs; 0: the larger of 60 s and 10 median steps.
-        beat_s: between heartbeats.
-        dead_s: seconds without a heartbeat after which a rank is dead.
-        on_fault: called with the line that names the fault, on the watching thread; by default it ends the process.
+    `hang_timeout_s`: seconds without a step after which a rank hangs; 0: the larger of 60 s and 10 median steps.
+    `beat_s`: seconds between heartbeats. `dead_s`: seconds without a heartbeat after which a rank is dead. `on_fault`:
+    called with the line that names the fault, on the watching thread; by default it ends the process.
     """
 
     hang_timeout_s: float = 0.0

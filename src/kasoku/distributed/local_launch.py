@@ -43,13 +43,10 @@ def on_ranks(
 ) -> int:
     """Runs a command on the ranks that a launcher started, or else on new processes; returns the exit code.
 
-    Args:
-        run: the part of the command that each rank executes; returns its exit code.
-        words: of the command line, for new processes.
-        started: when the command was started (time.perf_counter).
-        count: the number of ranks, if no launcher sets it.
-        packages: imports that are done during the rendezvous.
-        folder: a run folder; if ranks train there already, this one may join them.
+    `run`: the part of the command that each rank executes; returns its exit code. `words`: of the command line, for new
+    processes. `started`: when the command was started (time.perf_counter). `count`: the number of ranks, if no launcher
+    sets it. `packages`: imports that are done during the rendezvous. `folder`: a run folder; if ranks train there
+    already, this one may join them.
     """
     here = place()
     processes = 1 if here.launched else count()

@@ -84,11 +84,8 @@ class Membership:
     def arm(self, folder: Path, facts: str, *, dead_s: float, most: int) -> None:
         """From now on ranks may be lost, and others join. Not collective.
 
-        Args:
-            folder: of the run, on a file system that all ranks share.
-            facts: what newcomers must have in common with the ranks.
-            dead_s: seconds without a heartbeat after which a rank is dead.
-            most: ranks that the training has work for.
+        `folder`: of the run, on a file system that all ranks share. `facts`: what newcomers must have in common with
+        the ranks. `dead_s`: seconds without a heartbeat after which a rank is dead. `most`: ranks with work.
         """
         self.election.open(folder, facts, most)
         self.watchdog = replace(self.watchdog, dead_s=dead_s)

@@ -25,11 +25,9 @@ SEQUENTIAL = "KASOKU_SEQUENTIAL"  # 1: one task after the other, for comparison
 class Start:
     """The tasks of one start-up on one rank.
 
-    Args:
-        clock: the real one by default.
-        overlap: False runs one task after the other, in the order they are added, on the caller's thread. By default
-            they overlap, unless $KASOKU_SEQUENTIAL is 1.
-        began: when the process started, on that clock; the time until now is the task "import".
+    `clock`: the real one by default. `overlap`: False runs one task after the other, in the order they are added, on
+    the caller's thread; by default they overlap, unless $KASOKU_SEQUENTIAL is 1. `began`: when the process started, on
+    that clock; the time until now is the task "import".
 
     Attributes: `after`: for each task, its predecessors and the tasks that the caller had waited for before adding it.
     """

@@ -38,13 +38,9 @@ class ChainUnit(NamedTuple):
 class InspectedNetwork:
     """The record of a forward of a job's network on the first images of a batch, scaled to the batch.
 
-    Args:
-        how: whether recomputation is exact; precision is read from the forward.
-        gradients_freed: gradients are freed as they arrive.
-        linears: layers whose weights may have no gradient of their own.
-
-    Raises:
-        InputError: if no convolution can be planned, or the network returns no tensor.
+    `how`: whether recomputation is exact; precision is read from the forward. `gradients_freed`: whether gradients are
+    freed as they arrive. `linears`: layers whose weights may have no gradient of their own. Raises InputError if no
+    convolution can be planned, or the network returns no tensor.
     """
 
     def __init__(

@@ -87,12 +87,9 @@ class CifarNet(nn.Module):
         filters is the negative of the first half, so that the activation loses no information. The result uses no
         random numbers, and the signs of the eigenvectors are fixed.
 
-        Args:
-            images_NCHW: normalised float images.
-            eps: added to the eigenvalues, so that directions of less variance are not scaled up to unit variance.
-
-        Raises:
-            InputError: the images have another number of channels, are smaller than a patch, or are not float.
+        `images_NCHW`: normalised, float. `eps`: added to the eigenvalues, so that directions of less variance are not
+        scaled up to unit variance. Raises InputError if the images have another number of channels, are smaller than a
+        patch, or are not float.
         """
         channels = self.whitening.in_channels
         shape = tuple(images_NCHW.shape)

@@ -43,12 +43,9 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, sizes: tupl
 
     A strategy's arguments `epochs` and `scaling` get the recipe's own: epochs for each batch, if they differ.
 
-    Args:
-        recipe: with the batch to begin at.
-        at: the same recipe at a given batch, with rates that follow it.
-        comm: the ranks.
-        sizes: the smallest batch to try, 0: what the ranks can share, from 8 images each; and the largest, 0: the
-            largest that the recipe can train with. They are cut to sizes that can be shared and trained with.
+    `recipe`: with the batch to begin at. `at`: the same recipe at a given batch, with rates that follow it. `sizes`:
+    the smallest batch to try, 0: what the ranks can share, from 8 images each; and the largest, 0: the largest that the
+    recipe can train with. They are cut to sizes that can be shared and trained with.
 
     Raises InputError for an empty range of sizes, and where no size can run.
     """

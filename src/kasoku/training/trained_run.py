@@ -1,10 +1,9 @@
 """Trained runs, read back and evaluated."""
 
 import copy
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,8 +61,8 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
     """
     recipe, data = load_recipe(path), checked_file(path, "data.json")
     if libraries.library_of(recipe.model) == "huggingface" and (path / "config.json").is_file():  # of a hub
-        own = dataclasses.replace(recipe.model, keys={**recipe.model.keys, "model_name": str(path)})
-        recipe = dataclasses.replace(recipe, model=own)
+        own = replace(recipe.model, keys={**recipe.model.keys, "model_name": str(path)})
+        recipe = replace(recipe, model=own)
     try:
         facts = read_json(data)
         shown: dict[str, Any] = {k: tuple(facts[k]) for k in ("classes", "image_size", "mean", "std")}
@@ -83,7 +82,7 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
             raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
     load_weights(model, weights)
     plain: dict[str, Any] = {"kind": "auto", "compile": False, "graphs": False}
-    device = dataclasses.replace(recipe.device, **plain, precision=precision or recipe.device.precision)
+    device = replace(recipe.device, **plain, precision=precision or recipe.device.precision)
     here = place()
     chosen = choose(device, local_rank=here.local_rank, local_size=here.ranks_on_its_cores)
     job = Job(model.eval().to(chosen.device), recipe.optimizer, comm=Solo()).apply(*chosen.techniques)
@@ -188,9 +187,9 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
         data = expanded(data)
         _, photos = read_photos(str(data), trained.image_size[0])
         if photos.undivided and not (data / "train").is_dir():  # no test part: all images are tested
-            photos = dataclasses.replace(photos, test=photos.undivided)
-        dataset = dataclasses.replace(photos, channels=trained.channels)
-    dataset = dataclasses.replace(dataset, mean=trained.mean, std=trained.std)
+            photos = replace(photos, test=photos.undivided)
+        dataset = replace(photos, channels=trained.channels)
+    dataset = replace(dataset, mean=trained.mean, std=trained.std)
     if unlike := sorted(set(dataset.classes) ^ set(trained.classes))[:3]:
         got = f"other classes than {trained.path} was trained on ({', '.join(unlike)})"
         raise InputError(f"{data or trained.recipe.data.use}: {got}: the same class names are wanted")
@@ -198,5 +197,5 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
         number_K = torch.tensor([trained.classes.index(name) for name in dataset.classes])
         test = copy.copy(dataset.test)
         object.__setattr__(test, "labels_N", number_K[test.labels_N])
-        dataset = dataclasses.replace(dataset, classes=trained.classes, test=test)
+        dataset = replace(dataset, classes=trained.classes, test=test)
     return dataset

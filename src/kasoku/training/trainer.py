@@ -185,16 +185,11 @@ def build(
 ) -> Training:
     """Builds all that a training needs; independent parts of it run at the same time. Collective; does not drain.
 
-    Args:
-        recipe: what to train.
-        comm: the ranks; one by default.
-        dataset: the recipe's data set, if it was read before.
-        start: tasks of the start-up that already run, e.g. finding the other ranks.
-        shares: how many images of a batch each rank takes; None: all the same number. The shares of asynchronous
-            ranks, which they take in turn, may be more or fewer than the ranks.
+    `comm`: one rank by default. `dataset`: the recipe's data set, if it was read before. `start`: tasks of the start-up
+    that already run, e.g. finding the other ranks. `shares`: how many images of a batch each rank takes; None: all the
+    same number. The shares of asynchronous ranks, which they take in turn, may be more or fewer than the ranks.
 
-    Raises:
-        InputError: if the parts do not fit each other.
+    Raises InputError if the parts do not fit each other.
     """
     comm = comm or default_comm()
     start = start or Start(comm.clock, overlap=None if comm.thread_safe or comm.size == 1 else False)

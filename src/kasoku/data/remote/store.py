@@ -55,12 +55,10 @@ def below(folder: str, name: str) -> str:
 class Store:
     """Reads files below a local or remote root, and caches remote data on the local disk.
 
-    Args:
-        root: a folder (it may name environment variables), or an address that fsspec knows (http:// s3:// gs:// hdfs://
-            and more); credentials and endpoints come from fsspec's own settings.
-        cache: the folder of the cache; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
-        cache_bytes: maximum cached for this root by all processes together, including earlier contents; bytes of reads
-            that overlap may count twice (cache.py); 0: no cache.
+    `root`: a folder (it may name environment variables), or an address that fsspec knows (http:// s3:// gs:// hdfs://
+    and more); credentials and endpoints come from fsspec's own settings. `cache`: the folder of the cache; empty:
+    $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku. `cache_bytes`: maximum cached for this root by all processes together,
+    including earlier contents; bytes of reads that overlap may count twice (cache.py); 0: no cache.
 
     `local`: whether the files are on this machine. `shown`: the absolute path, or the address without its password.
     Errors: InputError for a missing file, folder or package; GoneError for a source that refuses or does not answer.

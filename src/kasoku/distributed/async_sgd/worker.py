@@ -158,14 +158,10 @@ class Prediction(FlatViews):
 
 
 class WorkerGroup:
-    """A worker's copy of a group of parameters.
+    """A worker's copy of a group of parameters, in pieces for their `owners`; `codec` encodes messages.
 
-    Args:
-        params: the parameters.
-        owners: of the pieces.
-        codec: of messages.
-        blocking: the parameters do not change during an exchange, and equal the weights read after it.
-        ahead: of the prediction that the parameters hold between exchanges, so `blocking` is False; 0: none.
+    `blocking`: the parameters do not change during an exchange, and equal the weights read after it. `ahead`: how far
+    the prediction that the parameters hold between exchanges looks ahead, so `blocking` is False; 0: no prediction.
     """
 
     def __init__(

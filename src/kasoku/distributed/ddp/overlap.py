@@ -1,6 +1,5 @@
 """The technique that hides the communication of gradients behind backward and behind the next forward."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +13,7 @@ from kasoku.distributed.ddp.step_profiler import StepProfiler
 
 
 @dataclass(frozen=True)
-class Overlap(Technique):
+class Overlap(Technique, stage=Stage.COMM, refuses=TWO_AVERAGES, exchanges_gradients=True, averages_gradients=True):
     """Averages gradients over all ranks in planned buckets, hidden behind backward and behind the next forward.
 
     A gradient is copied into its bucket as it arrives. A bucket is sent when it is whole, and its parameters are
@@ -52,10 +51,6 @@ class Overlap(Technique):
     Ref: [000] 4.4; [003]; Jayarajan 2019 (P3, arXiv 1905.03960); Peng 2019 (ByteScheduler); ZeRO (arXiv 1910.02054).
     """
 
-    stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[Mapping[str, str]] = TWO_AVERAGES
-    exchanges_gradients: ClassVar[bool] = True
-    averages_gradients: ClassVar[bool] = True
     overlaps_backward: ClassVar[bool] = True
     channels: ClassVar[int] = 1
     buckets: Policy = field(default_factory=Planned)
