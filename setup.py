@@ -12,7 +12,7 @@ from setuptools.command.build_ext import build_ext
 
 LIBRARIES = {
     "kasoku.data.decode": ("_jpeg.c", "_pixels.c"),
-    "kasoku.device": ("_conv.c", "_pointwise.c"),
+    "kasoku.device": ("_conv.c", "_pointwise.c", "_winograd.c"),
     "kasoku.optim.lars": ("_lars.c",),
 }
 OPENMP = "src/kasoku/core/openmp.h"

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast, Compile, CpuKernels, cpu_kernels
-from kasoku.device.cpu_kernels import weight_gradient
+from kasoku.device.cpu_kernels import suits_winograd, weight_gradient, winograd
 from kasoku.memory import SavedMemory
 from kasoku.models import cifarnet
 from kasoku.optim import sgd
@@ -69,6 +69,57 @@ def test_weight_gradients_are_sums_of_exact_products_on_any_number_of_threads():
             assert torch.equal(weight_gradient(x_NCHW, dy_NCHW, layer), dw), layer
 
 
+def error_of(x: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+@on_avx512
+def test_winograd_has_a_small_error_and_the_same_bits_on_any_number_of_threads():
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    for _ in range(40):
+        channels = [draw.choice((1, 5, 16, 24, 64, 70, 130)) for _ in range(2)]
+        padding, side = draw.randrange(3), [draw.choice((3, 4, 7, 15, 16, 31)) for _ in range(2)]
+        layer, x_NCHW = nn.Conv2d(*channels, 3, 1, padding), bf16(draw.choice((1, 2, 5, 17)), channels[0], *side)
+        weight = layer.weight.detach().bfloat16()
+        bias = layer.bias.detach() if draw.random() < 0.5 else None
+        exact = functional.conv2d(
+            x_NCHW.double(), weight.double(), None if bias is None else bias.double(), padding=padding
+        )
+        dy_NCHW = torch.randn_like(exact).bfloat16().to(memory_format=LAST)
+        exact_dx = torch.nn.grad.conv2d_input(x_NCHW.shape, weight.double(), dy_NCHW.double(), padding=padding)
+        of_threads = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y, dx = winograd(x_NCHW, weight, bias, padding), winograd(dy_NCHW, weight, None, padding, dx=True)
+            of_threads.append((y, dx))
+        assert error_of(y, exact) < 0.006, (layer, x_NCHW.shape)
+        assert error_of(dx, exact_dx) < 0.006, (layer, x_NCHW.shape)
+        for other in of_threads[:2]:
+            assert all(map(torch.equal, other, (y, dx))), (layer, x_NCHW.shape)
+
+
+def test_winograd_is_for_3x3_with_stride_1_many_channels_and_full_tiles():
+    x_NCHW = torch.empty(64, 24, 8, 8)
+    assert all(suits_winograd(nn.Conv2d(24, 24, 3, padding=pad), x_NCHW) for pad in (0, 1, 2))
+    others = [
+        nn.Conv2d(24, 24, 5, padding=2), nn.Conv2d(24, 24, 3, 2), nn.Conv2d(24, 24, 3, padding=3),
+        nn.Conv2d(24, 24, 3, padding=(0, 1)), nn.Conv2d(24, 23, 3), nn.Conv2d(23, 24, 3),
+    ]  # fmt: skip
+    assert not any(suits_winograd(layer, x_NCHW) for layer in others)
+    layer = nn.Conv2d(24, 24, 3)
+    maps = torch.empty(999, 24, 5, 5), torch.empty(1, 24, 8, 8), torch.empty(999, 24, 1, 1)
+    assert not any(suits_winograd(layer, x_NCHW) for x_NCHW in maps)
+
+
+@on_avx512
+def test_winograd_loses_digits_on_a_map_far_from_zero():
+    torch.manual_seed(0)
+    x_NCHW, weight = bf16(4, 64, 16, 16) + 4, bf16(64, 64, 3, 3)
+    exact = functional.conv2d(x_NCHW.double(), weight.double(), padding=1)
+    assert error_of(winograd(x_NCHW, weight, None, 1), exact) < 0.02
+
+
 @on_avx512
 def test_gelu_of_every_bf16_number_and_its_slope_are_within_1e_6_and_a_rounding():
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
@@ -103,6 +154,18 @@ def test_max_pools_have_torch_s_bits_with_equal_values_and_nan(shape: tuple[int,
         assert torch.equal(ours.grad, theirs.grad)
 
 
+def counted_winograd(monkeypatch) -> list[bool]:
+    """Whether each call of `winograd` from now on is for the gradient of an input."""
+    calls = []
+
+    def count(*args, dx: bool = False) -> torch.Tensor:
+        calls.append(dx)
+        return winograd(*args, dx=dx)
+
+    monkeypatch.setattr(cpu_kernels, "winograd", count)
+    return calls
+
+
 def by_c(module: nn.Module) -> bool:
     """Whether the forward of a module is one of CpuKernels."""
     return getattr(vars(module).get("forward"), "__module__", None) == cpu_kernels.__name__
@@ -123,7 +186,11 @@ def trained(*techniques, steps: int = 3) -> tuple[Job, list[torch.Tensor]]:
 
 @on_avx512
 @pytest.mark.usefixtures("pays")
-def test_gradients_are_as_close_to_float32_as_torch_s_in_bf16():
+@pytest.mark.parametrize(("by_winograd", "limit"), [(False, 1.1), (True, 1.25)])
+def test_gradients_are_almost_as_close_to_float32_as_torch_s_in_bf16(by_winograd: bool, limit: float, monkeypatch):
+    if not by_winograd:
+        monkeypatch.setattr(cpu_kernels, "suits_winograd", lambda layer, x_NCHW: False)
+    calls = counted_winograd(monkeypatch)
     (_, exact), (_, theirs), (job, ours) = (
         trained(steps=1),
         trained(Autocast(), steps=1),
@@ -134,7 +201,8 @@ def test_gradients_are_as_close_to_float32_as_torch_s_in_bf16():
     of_ours, of_theirs = (
         sum(float((a - b).norm() / b.norm()) for a, b in zip(some, exact, strict=True)) for some in (ours, theirs)
     )
-    assert of_ours <= 1.1 * of_theirs
+    assert of_ours <= limit * of_theirs
+    assert calls == ([False, True] if by_winograd else [])
     job.close()
     assert not any("forward" in vars(m) for m in job.model.modules())
 
@@ -145,7 +213,7 @@ class Odd(nn.Module):
     def __init__(self, layout: torch.memory_format) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.conv = nn.Conv2d(3, 20, 3, padding=4), nn.Conv2d(20, 20, 3, padding=1)
+        self.stem, self.conv = nn.Conv2d(3, 24, 3, padding=4), nn.Conv2d(24, 24, 3, padding=1)
         self.gelu, self.pool = nn.GELU(), nn.MaxPool2d(2)
         self.to(memory_format=layout)
 
@@ -182,6 +250,26 @@ def test_a_layer_may_be_called_in_any_way(layout: torch.memory_format, around, t
     again = pickle.loads(pickle.dumps(job.model))
     assert not any("_" in vars(m).get("forward", m.forward).__name__ for m in again.modules())
     assert all(map(torch.equal, gradients(copy.deepcopy(job.model), around), gradients(job.model, around)))
+
+
+@on_avx512
+@pytest.mark.usefixtures("pays")
+def test_a_wide_layer_of_many_channels_gets_its_weight_gradient_from_torch(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "weight_gradient", None)
+    calls = counted_winograd(monkeypatch)
+    torch.manual_seed(0)
+    layer, x_NCHW = nn.Conv2d(72, 80, 3, padding=1), torch.randn(2, 72, 20, 20).contiguous(memory_format=LAST)
+    expected, ours = [], []
+    for out, around in ((expected, nullcontext()), (ours, torch.autocast("cpu", torch.bfloat16))):
+        x_NCHW.requires_grad_().grad = None
+        layer.zero_grad()
+        with around:
+            y_NCHW = cpu_kernels._conv(layer, x_NCHW)
+        (y_NCHW.float() ** 2).sum().backward()
+        out += [y_NCHW.detach().float(), x_NCHW.grad, layer.weight.grad, layer.bias.grad]
+    assert calls == [False, True]
+    for a, b in zip(ours, expected, strict=True):
+        assert error_of(a, b) < 0.01
 
 
 @on_avx512

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,8 +19,9 @@ from kasoku.core import Job, Stage, Technique, say
 from kasoku.core.blocks import stays_in_place
 
 _FEW, _SMALL = 64, 16  # channels, pixels along a side: see `CpuKernels`
+_MANY, _TILES, _FULL = 24, 128, 0.6  # channels, tiles, share of a tile: with less, Winograd's algorithm is no faster
 _THREADS = 8  # at most; a weight gradient is at least 32 units of work
-_FUNCTIONS = tuple(f"kasoku_{name}" for name in ("has_amx", "threads", "conv_weight_gradient", "gelu", "pool"))
+_NAMES = ("has_amx", "threads", "conv_weight_gradient", "conv3x3", "gelu", "pool")
 _LAST = torch.channels_last
 _uses_torch = threading.local()  # has `now` within `torch_kernels`
 
@@ -29,7 +31,7 @@ def library() -> Any:
     """The C code; None where it was not built, or cannot run on this processor."""
     with suppress(OSError, AttributeError):  # not built, or for another machine, or from other sources
         built = ctypes.CDLL(str(Path(__file__).with_name("_native.so")))  # see setup.py
-        return built if all(hasattr(built, name) for name in _FUNCTIONS) and built.kasoku_can_run() else None
+        return built if all(hasattr(built, f"kasoku_{name}") for name in _NAMES) and built.kasoku_can_run() else None
     return None
 
 
@@ -53,16 +55,20 @@ def torch_kernels() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CpuKernels(Technique, stage=Stage.COMPILE):
-    """Computes weight gradients of convolutions, GELU and 2x2 max-pools by C code, on CPUs with AVX-512 bf16.
+    """Computes convolutions, GELU and 2x2 max-pools by C code, on CPUs with AVX-512 bf16.
 
     Only in training, in bfloat16 (`Autocast`) with `ChannelsLast`. It changes nothing on processors with AMX, where
-    oneDNN is faster, beside Compile, in layers whose gradients SavedMemory computes, and with more than 8 threads. A
-    convolution keeps torch's kernel if it has a window of 1x1, groups or dilation, or if its input is wider than 16
-    pixels and has, as its output, more than 64 channels.
+    oneDNN is faster, beside Compile, in layers whose gradients SavedMemory computes, and with more than 8 threads.
+    Convolutions of 3x3 with stride 1, at least 24 channels on both sides, and at least 512 outputs of a channel in a
+    batch get outputs and input gradients by Winograd's algorithm F(2x2, 3x3). Weight gradients are computed in C if the
+    input is at most 16 pixels wide, or has or gives at most 64 channels. Windows of 1x1, groups, dilation, a padding
+    that is a word or not of zeros, and frozen weights stay torch's.
 
     Saves: time.
-    Costs: other rounding than torch's: a weight gradient is a float32 sum of exact products; GELU is within 1e-6 before
-        it is rounded. A few megabytes of sums for each thread. No second derivatives: leave it out for those.
+    Costs: other rounding than torch's: a weight gradient is a float32 sum of exact products; Winograd's algorithm
+        rounds sums of four inputs, so maps far from zero lose more digits, and an infinity becomes NaN; GELU is within
+        1e-6 before it is rounded. A few megabytes of sums for each thread, and 32 bytes for each weight of one layer.
+        No second derivatives: leave it out for those.
     """
 
     def apply(self, job: Job) -> None:
@@ -85,8 +91,8 @@ def _trains_in_bf16(x: Tensor) -> bool:
     return plain and not traced and torch.is_grad_enabled() and x.is_contiguous(memory_format=_LAST)
 
 
-def _pointers(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
-    return tuple(ctypes.c_void_p(x.data_ptr()) for x in tensors)
+def _pointers(*tensors: Tensor | None) -> tuple[ctypes.c_void_p, ...]:
+    return tuple(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors)
 
 
 def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor:
@@ -105,18 +111,51 @@ def weight_gradient(x_NCHW: Tensor, dy_NCHW: Tensor, layer: nn.Conv2d) -> Tensor
     return dw_OHWI.permute(0, 3, 1, 2)
 
 
-def suits(layer: nn.Conv2d, x_NCHW: Tensor) -> bool:
-    """Whether the C code can compute a layer's weight gradient, and is faster."""
+def is_plain(layer: nn.Conv2d) -> bool:
+    """Whether a layer has no groups, no dilation, no padding but zeros, and no window of 1x1."""
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
-    small = min(layer.weight.shape[:2]) <= _FEW or x_NCHW.shape[3] <= _SMALL
-    return plain and small and layer.weight.shape[2:] != (1, 1) and not isinstance(layer.padding, str)
+    return plain and layer.weight.shape[2:] != (1, 1) and not isinstance(layer.padding, str)
+
+
+def suits_dw(layer: nn.Conv2d, x_NCHW: Tensor) -> bool:
+    """Whether the weight gradient of a plain layer is faster in C."""
+    return min(layer.weight.shape[:2]) <= _FEW or x_NCHW.shape[3] <= _SMALL
+
+
+def suits_winograd(layer: nn.Conv2d, x_NCHW: Tensor) -> bool:
+    """Whether Winograd's F(2x2, 3x3) is faster for a plain layer: its tiles of 2x2 outputs are many and full."""
+    plain = layer.weight.shape[2:] == (3, 3) and layer.stride == (1, 1) and layer.padding in ((0, 0), (1, 1), (2, 2))
+    if not plain or min(layer.weight.shape[:2]) < _MANY:
+        return False
+    sides = [side + 2 * int(layer.padding[0]) - 2 for side in x_NCHW.shape[2:]]
+    tiles = [(side + 1) // 2 for side in sides]
+    return len(x_NCHW) * math.prod(tiles) >= _TILES and math.prod(sides) > _FULL * 4 * math.prod(tiles)
+
+
+def winograd(x_NCHW: Tensor, weight: Tensor, bias: Tensor | None, pad: int, *, dx: bool = False) -> Tensor:
+    """A convolution of 3x3 with stride 1 in bfloat16; `dx`: its input's gradient, where x is its output's gradient.
+
+    The error is about 4e-3 of the norm of y (torch's: 2e-3), and more for maps far from zero. The number of threads
+    changes no bit. Raises MemoryError.
+    """
+    x_NCHW, weight = (t.contiguous(memory_format=_LAST) for t in (x_NCHW, weight))
+    bias = None if bias is None else bias.float().contiguous()
+    (n, channels_in, *size_in), pad = x_NCHW.shape, 2 - pad if dx else pad
+    channels, size = weight.shape[1 if dx else 0], [side + 2 * pad - 2 for side in size_in]
+    y_NCHW = torch.empty(n, channels, *size, dtype=torch.bfloat16, memory_format=_LAST)
+    shape = (ctypes.c_int64 * 8)(n, *size_in, channels_in, *size, channels, pad)
+    pointers = _pointers(x_NCHW, weight, bias, y_NCHW)
+    if not library().kasoku_conv3x3(shape, *pointers, int(dx), torch.get_num_threads()):
+        raise MemoryError("no memory for a convolution")
+    return y_NCHW
 
 
 def _conv(layer: nn.Conv2d, input: Tensor) -> Tensor:
     weight = layer.weight
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
     learns = torch.is_grad_enabled() and weight.requires_grad and weight.dtype is torch.float32
-    if autocast and learns and input.is_cpu and input.ndim == 4 and suits(layer, input):
+    faster = is_plain(layer) and input.ndim == 4 and (suits_dw(layer, input) or suits_winograd(layer, input))
+    if autocast and learns and input.is_cpu and faster:
         half = input.bfloat16()  # as autocast would
         if _trains_in_bf16(half):
             return cast(Tensor, _Conv.apply(half, weight, layer.bias, layer))  # type: ignore[no-untyped-call]
@@ -128,20 +167,25 @@ class _Conv(torch.autograd.Function):
     def forward(ctx: Any, x_NCHW: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Conv2d) -> Tensor:
         half = weight.bfloat16()
         ctx.save_for_backward(x_NCHW, half)
-        ctx.layer = layer
+        ctx.layer, ctx.by_winograd, ctx.c_dw = layer, suits_winograd(layer, x_NCHW), suits_dw(layer, x_NCHW)
+        if ctx.by_winograd:
+            return winograd(x_NCHW, half, bias, int(layer.padding[0]))
         return torch.conv2d(x_NCHW, half, None if bias is None else bias.bfloat16(), layer.stride, layer.padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NCHW: Tensor) -> tuple[Tensor | None, ...]:
-        (x_NCHW, weight), layer, dx, db = ctx.saved_tensors, ctx.layer, None, None
-        if ctx.needs_input_grad[0]:
-            window = layer.stride, layer.padding, layer.dilation
-            mask = [True, False, False]
-            dx, *_ = torch.ops.aten.convolution_backward(dy_NCHW, x_NCHW, weight, None, *window, False, (0, 0), 1, mask)
-        if ctx.needs_input_grad[2]:
+        (x_NCHW, weight), layer, (wants_dx, wants_dw, wants_db, _) = ctx.saved_tensors, ctx.layer, ctx.needs_input_grad
+        dx = dw = db = None
+        if any(mask := [wants_dx and not ctx.by_winograd, wants_dw and not ctx.c_dw, False]):
+            window = layer.stride, layer.padding, layer.dilation, False, (0, 0), 1
+            dx, dw, _ = torch.ops.aten.convolution_backward(dy_NCHW, x_NCHW, weight, None, *window, mask)
+        if wants_dx and ctx.by_winograd:
+            dx = winograd(dy_NCHW, weight, None, int(layer.padding[0]), dx=True)
+        if wants_dw and ctx.c_dw:
+            dw = weight_gradient(x_NCHW, dy_NCHW, layer)
+        if wants_db:
             db = dy_NCHW.sum((0, 2, 3), dtype=torch.float32)
-        dw = weight_gradient(x_NCHW, dy_NCHW, layer) if ctx.needs_input_grad[1] else None
         return dx, dw, db, None
 
 
@@ -156,7 +200,7 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = torch.empty_like(x)
-        library().kasoku_gelu(*_pointers(x), None, *_pointers(out), ctypes.c_int64(x.numel()), torch.get_num_threads())
+        library().kasoku_gelu(*_pointers(x, None, out), ctypes.c_int64(x.numel()), torch.get_num_threads())
         return out
 
     @staticmethod
