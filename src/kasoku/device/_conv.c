@@ -196,7 +196,7 @@ static void add_units(void *data, Thread thread) {
 }
 
 /* dw, of the sums of all splits in their order. */
-static void write_weights(void *data, Thread thread) {
+WIDE static void write_weights(void *data, Thread thread) {
     Gradient *of = data;
     const Shape *s = &of->s;
     int64_t all_v = of->x_is_vector ? s->channels_in : s->channels;
@@ -205,13 +205,13 @@ static void write_weights(void *data, Thread thread) {
     int64_t step_n = of->x_is_vector ? of->taps * s->channels_in : 1;
     for (int64_t n = all_n * thread.number / thread.count; n < all_n * (thread.number + 1) / thread.count; n++)
         for (int64_t tap = 0; tap < of->taps; tap++)
-            for (int64_t v = 0; v < all_v; v++) {
-                int64_t at = (v / TILE * of->groups + n / of->singles) * unit;
-                float sum = 0;
-                at += (tap * of->singles + n % of->singles) * TILE + v % TILE;
-                for (int64_t split = 0; split < of->splits; split++)
-                    sum += of->sums[at + split * of->tiles * of->groups * unit];
-                of->dw[v * step_v + n * step_n + tap * s->channels_in] = sum;
+            for (int64_t tile = 0; tile < of->tiles; tile++) {
+                const float *part = of->sums + (tile * of->groups + n / of->singles) * unit;
+                float sum[TILE] = {0}, *dw = of->dw + tile * TILE * step_v + n * step_n + tap * s->channels_in;
+                part += (tap * of->singles + n % of->singles) * TILE;
+                for (int64_t split = 0; split < of->splits; split++, part += of->tiles * of->groups * unit)
+                    for (int64_t v = 0; v < TILE; v++) sum[v] += part[v];
+                for (int64_t v = 0; v < LEAST(TILE, all_v - tile * TILE); v++) dw[v * step_v] = sum[v];
             }
 }
 
