@@ -15,7 +15,7 @@ LIBRARIES = {
     "kasoku.device": ("_conv.c", "_pointwise.c", "_winograd.c"),
     "kasoku.optim.lars": ("_lars.c",),
 }
-OPENMP = "src/kasoku/core/openmp.h"
+HEADERS = [str(path) for path in Path("src").rglob("*.h")]
 
 
 class BuildLibrary(build_ext):
@@ -40,7 +40,7 @@ setup(
             f"{package}._native",
             [f"src/{package.replace('.', '/')}/{source}" for source in sources],
             libraries=["m", "dl"],
-            depends=[OPENMP],
+            depends=HEADERS,
             extra_compile_args=["-O3", "-fwrapv"],
             optional=True,
         )

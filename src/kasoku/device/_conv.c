@@ -10,21 +10,17 @@
    are, and so the order of all sums, depends on the shape alone, not on the number of threads. */
 
 #include "../core/openmp.h"
+#include "avx512.h"
 #include <stdatomic.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && (__GNUC__ >= 10 || defined(__clang__))
+#ifdef AVX512
 #include <cpuid.h>
-#include <immintrin.h>
 
-#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
-#define LEAST(a, b) ((a) < (b) ? (a) : (b))
-#define MOST(a, b) ((a) > (b) ? (a) : (b))
-enum { LANES = 16, VECTORS = 4, TILE = LANES * VECTORS, SINGLES = 6 };
 enum { BAND = 128 << 10, SUMS = 360 << 10 }; /* bytes of a band's vectors, and of a unit's sums */
 enum { UNITS = 32, FULL = 42 }; /* units of work at least, if there are images; times SINGLES in one at most */
+enum { PIXELS = 512 }; /* of dy in a unit at least: of fewer, the sums cost more to write and read than to make */
 
 typedef struct {
     int64_t images, rows_in, columns_in, channels_in, rows, columns, channels, kernel_rows, kernel_columns;
@@ -50,35 +46,30 @@ typedef struct {
     atomic_int failed;
 } Gradient;
 
-#define KERNEL(v, n)                                                                                                  \
-    WIDE static void kernel_##v##_##n(float *sums, const uint32_t *vectors, Steps of_v, const uint32_t *singles,      \
-                                      Steps of_n, Extent over) {                                                      \
-        __m512 sum[n][v];                                                                                             \
-        _Pragma("GCC unroll 8") for (int j = 0; j < n; j++)                                                           \
-            _Pragma("GCC unroll 8") for (int i = 0; i < v; i++) sum[j][i] = _mm512_loadu_ps(sums + j * TILE + i * LANES); \
-        for (int64_t m = 0; m < over.images; m++)                                                                     \
-            for (int64_t r = 0; r < over.rows; r++) {                                                                 \
-                const uint32_t *a = vectors + m * of_v.image + r * of_v.row;                                          \
-                const uint32_t *b = singles + m * of_n.image + r * of_n.row;                                          \
-                for (int64_t c = 0; c < over.columns; c++, a += of_v.column, b += of_n.column) {                      \
-                    __m512bh pair[v];                                                                                 \
-                    _Pragma("GCC unroll 8") for (int i = 0; i < v; i++)                                               \
-                        pair[i] = (__m512bh)_mm512_loadu_si512(a + i * LANES);                                        \
-                    _Pragma("GCC unroll 8") for (int j = 0; j < n; j++) {                                             \
-                        __m512bh single = (__m512bh)_mm512_set1_epi32((int)b[j]);                                     \
-                        _Pragma("GCC unroll 8") for (int i = 0; i < v; i++)                                           \
-                            sum[j][i] = _mm512_dpbf16_ps(sum[j][i], pair[i], single);                                 \
-                    }                                                                                                 \
-                }                                                                                                     \
-            }                                                                                                         \
-        _Pragma("GCC unroll 8") for (int j = 0; j < n; j++)                                                           \
-            _Pragma("GCC unroll 8") for (int i = 0; i < v; i++) _mm512_storeu_ps(sums + j * TILE + i * LANES, sum[j][i]); \
+#define KERNEL(v, n)                                                                                               \
+    WIDE static void kernel_##v##_##n(float *sums, const uint32_t *vectors, Steps of_v, const uint32_t *singles,   \
+                                      Steps of_n, Extent over) {                                                   \
+        __m512 sum[n][v];                                                                                          \
+        EACH for (int j = 0; j < n; j++)                                                                           \
+            EACH for (int i = 0; i < v; i++) sum[j][i] = _mm512_loadu_ps(sums + j * TILE + i * LANES);             \
+        for (int64_t m = 0; m < over.images; m++)                                                                  \
+            for (int64_t r = 0; r < over.rows; r++) {                                                              \
+                const uint32_t *a = vectors + m * of_v.image + r * of_v.row;                                       \
+                const uint32_t *b = singles + m * of_n.image + r * of_n.row;                                       \
+                for (int64_t c = 0; c < over.columns; c++, a += of_v.column, b += of_n.column) {                   \
+                    __m512bh pair[v];                                                                              \
+                    EACH for (int i = 0; i < v; i++) pair[i] = (__m512bh)_mm512_loadu_si512(a + i * LANES);        \
+                    EACH for (int j = 0; j < n; j++) {                                                             \
+                        __m512bh single = (__m512bh)_mm512_set1_epi32((int)b[j]);                                  \
+                        EACH for (int i = 0; i < v; i++) sum[j][i] = _mm512_dpbf16_ps(sum[j][i], pair[i], single); \
+                    }                                                                                              \
+                }                                                                                                  \
+            }                                                                                                      \
+        EACH for (int j = 0; j < n; j++)                                                                           \
+            EACH for (int i = 0; i < v; i++) _mm512_storeu_ps(sums + j * TILE + i * LANES, sum[j][i]);             \
     }
-#define KERNELS(v) KERNEL(v, 1) KERNEL(v, 2) KERNEL(v, 3) KERNEL(v, 4) KERNEL(v, 5) KERNEL(v, 6)
-#define NAMES(v) {kernel_##v##_1, kernel_##v##_2, kernel_##v##_3, kernel_##v##_4, kernel_##v##_5, kernel_##v##_6}
-KERNELS(1) KERNELS(2) KERNELS(3) KERNELS(4)
-static void (*const kernels[VECTORS][SINGLES])(float *, const uint32_t *, Steps, const uint32_t *, Steps, Extent) = {
-    NAMES(1), NAMES(2), NAMES(3), NAMES(4)};
+KERNELS
+static void (*const kernels[VECTORS][SINGLES])(float *, const uint32_t *, Steps, const uint32_t *, Steps, Extent) = NAMES;
 
 /* Interleaves `count` channels of a pixel of two images; zeros for the second if there is none, and up to `wide`. */
 WIDE static void interleave(uint32_t *out, const uint16_t *first, const uint16_t *second, int64_t count, int64_t wide) {
@@ -118,8 +109,8 @@ static void seen(int64_t from, int64_t to, int64_t inputs, int64_t stride, int64
     *last = high < 0 ? 0 : LEAST(to, high / stride + 1);
 }
 
-/* Adds a unit's part of dw to its sums: [tap][single][TILE]. */
-static void add_unit(Gradient *of, int64_t unit, uint32_t *vectors, uint32_t *singles) {
+/* Writes the sums of a unit, its part of dw: [tap][single][TILE]. */
+static void sum_unit(Gradient *of, int64_t unit, uint32_t *vectors, uint32_t *singles) {
     const Shape *s = &of->s;
     int64_t split = unit / (of->tiles * of->groups), tile = unit / of->groups % of->tiles, group = unit % of->groups;
     int64_t all_v = of->x_is_vector ? s->channels_in : s->channels, v0 = tile * TILE, v = LEAST(all_v - v0, TILE);
@@ -128,6 +119,7 @@ static void add_unit(Gradient *of, int64_t unit, uint32_t *vectors, uint32_t *si
     int64_t step_x = of->x_is_vector ? wide : SINGLES, step_dy = of->x_is_vector ? SINGLES : wide;
     int64_t x0 = of->x_is_vector ? v0 : n0, dy0 = of->x_is_vector ? n0 : v0;
     float *sums = of->sums + unit * of->taps * of->singles * TILE;
+    memset(sums, 0, (size_t)(of->taps * of->singles * TILE) * sizeof(float));
     int64_t last_pair = of->pairs * (split + 1) / of->splits;
     for (int64_t pair = of->pairs * split / of->splits; pair < last_pair; pair += of->band_pairs) {
         int64_t pairs = LEAST(of->band_pairs, last_pair - pair);
@@ -180,7 +172,7 @@ static int64_t pixels(const Gradient *of, int64_t rows, int of_x) {
     return of_x ? rows_seen(&of->s, rows) * of->s.columns_in : rows * of->s.columns;
 }
 
-static void add_units(void *data, Thread thread) {
+static void sum_units(void *data, Thread thread) {
     Gradient *of = data;
     int64_t pixels_v = of->band_pairs * pixels(of, of->band_rows, of->x_is_vector), size = sizeof(uint32_t);
     int64_t pixels_n = of->band_pairs * pixels(of, of->band_rows, !of->x_is_vector);
@@ -189,7 +181,7 @@ static void add_units(void *data, Thread thread) {
     (void)thread;
     if (vectors && singles)
         for (int64_t unit; (unit = atomic_fetch_add(&of->next, 1)) < of->tiles * of->groups * of->splits;)
-            add_unit(of, unit, vectors, singles);
+            sum_unit(of, unit, vectors, singles);
     else
         of->failed = 1;
     free(vectors), free(singles);
@@ -252,15 +244,16 @@ int kasoku_conv_weight_gradient(const Shape *shape, const uint16_t *x, const uin
     of.singles = (equal + SINGLES - 1) / SINGLES * SINGLES;
     of.groups = (all_n + of.singles - 1) / of.singles;
     of.splits = LEAST(of.pairs, (UNITS + of.tiles * of.groups - 1) / (of.tiles * of.groups));
+    of.splits = MOST(1, LEAST(of.splits, s->images * s->rows * s->columns / PIXELS));
     int64_t vector_bytes = TILE * sizeof(uint32_t);
     of.band_rows = s->rows;
     while (of.band_rows > 1 && pixels(&of, of.band_rows, of.x_is_vector) * vector_bytes > BAND)
         of.band_rows = (of.band_rows + 1) / 2;
     int64_t band_bytes = pixels(&of, of.band_rows, of.x_is_vector) * vector_bytes;
     of.band_pairs = of.band_rows < s->rows ? 1 : MOST(1, LEAST(of.pairs, BAND / band_bytes));
-    of.sums = calloc((size_t)(of.tiles * of.groups * of.splits * of.taps * of.singles * TILE), sizeof(float));
+    of.sums = malloc((size_t)(of.tiles * of.groups * of.splits * of.taps * of.singles * TILE) * sizeof(float));
     if (!of.sums) return 0;
-    run_on_threads(add_units, &of, threads);
+    run_on_threads(sum_units, &of, threads);
     if (!of.failed) run_on_threads(write_weights, &of, threads);
     free(of.sums);
     return !of.failed;

@@ -1,16 +1,11 @@
 /* GELU and 2x2 max-pools of bfloat16 maps by AVX-512, forward and backward: one pass over memory each. */
 
 #include "../core/openmp.h"
-#include <stdint.h>
+#include "avx512.h"
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && (__GNUC__ >= 10 || defined(__clang__))
-#include <immintrin.h>
-
-#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
-#define INLINE WIDE static inline __attribute__((always_inline))
-#define LEAST(a, b) ((a) < (b) ? (a) : (b))
-enum { LANES = 16, BLOCK = 4096, TERMS = 17 };
+#ifdef AVX512
+enum { BLOCK = 4096, TERMS = 17 };
 
 /* The normal distribution's Phi(x) = 1/2 + x p(s), and d/dx (x Phi(x)) = Phi(x) + x phi(x) in the same form, where
    s = 2 (x / LIMIT)^2 - 1 lies between -1 and 1. Chebyshev fits of degree 16 in s, at 400 nodes. x Phi(x) and the slope are within 1e-6,
@@ -44,7 +39,7 @@ INLINE __m512 share(__m512 x, const float *p) {
     __m512 inside = _mm512_max_ps(_mm512_set1_ps(-LIMIT), _mm512_min_ps(limit, x)); /* NaN stays */
     __m512 scale = _mm512_set1_ps(2 / (LIMIT * LIMIT)), sum = _mm512_set1_ps(p[TERMS - 1]);
     __m512 s = _mm512_fmsub_ps(_mm512_mul_ps(inside, inside), scale, _mm512_set1_ps(1));
-    _Pragma("GCC unroll 16") for (int i = TERMS - 2; i >= 0; i--) sum = _mm512_fmadd_ps(sum, s, _mm512_set1_ps(p[i]));
+    EACH for (int i = TERMS - 2; i >= 0; i--) sum = _mm512_fmadd_ps(sum, s, _mm512_set1_ps(p[i]));
     sum = _mm512_fmadd_ps(inside, sum, _mm512_set1_ps(.5f));
     sum = _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), _mm512_set1_ps(1));
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-LIMIT), _CMP_NLT_UQ), sum);

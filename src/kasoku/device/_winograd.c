@@ -7,17 +7,12 @@
    sums depends on the shape alone. Ref: Lavin and Gray 2015 (arXiv 1509.09308). */
 
 #include "../core/openmp.h"
+#include "avx512.h"
 #include <stdatomic.h>
-#include <stdint.h>
 #include <stdlib.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && (__GNUC__ >= 10 || defined(__clang__))
-#include <immintrin.h>
-
-#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
-#define EACH _Pragma("GCC unroll 16")
-#define LEAST(a, b) ((a) < (b) ? (a) : (b))
-enum { LANES = 16, VECTORS = 4, TILE = LANES * VECTORS, SINGLES = 6, PLACES = 16, BLOCK = 384 << 10 /* bytes */ };
+#ifdef AVX512
+enum { PLACES = 16, BLOCK = 384 << 10 /* bytes */ };
 
 typedef struct {
     int64_t images, rows_in, columns_in, channels_in, rows, columns, channels, pad;
@@ -50,11 +45,8 @@ typedef struct {
         EACH for (int j = 0; j < n; j++) EACH for (int i = 0; i < v; i++)                                          \
             _mm512_store_ps(out + (j * v + i) * LANES, sum[j][i]);                                                 \
     }
-#define KERNELS(v) KERNEL(v, 1) KERNEL(v, 2) KERNEL(v, 3) KERNEL(v, 4) KERNEL(v, 5) KERNEL(v, 6)
-#define NAMES(v) {kernel_##v##_1, kernel_##v##_2, kernel_##v##_3, kernel_##v##_4, kernel_##v##_5, kernel_##v##_6}
-KERNELS(1) KERNELS(2) KERNELS(3) KERNELS(4)
-static void (*const kernels[VECTORS][SINGLES])(float *, const uint32_t *, const uint32_t *, int64_t, int64_t) = {
-    NAMES(1), NAMES(2), NAMES(3), NAMES(4)};
+KERNELS
+static void (*const kernels[VECTORS][SINGLES])(float *, const uint32_t *, const uint32_t *, int64_t, int64_t) = NAMES;
 
 static __mmask16 first(int64_t count) { return count >= LANES ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
 
