@@ -41,7 +41,9 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def shapes(count: int):
-    """Convolutions of many kinds: (layer, input)."""
+    """Convolutions of many kinds: (layer, input); of the first, both sides and the images are cut into several parts."""
+    for images, channels_in, channels, side in ((67, 70, 130, 6), (41, 200, 199, 7), (33, 8, 8, 4)):
+        yield nn.Conv2d(channels_in, channels, 3, padding=1, bias=False), bf16(images, channels_in, side, side)
     draw = random.Random(0)
     for _ in range(count):
         kernel, stride = ((draw.choice(sizes), draw.choice(sizes)) for sizes in ((1, 2, 3, 5, 7), (1, 1, 2, 3)))

@@ -10,17 +10,19 @@
    are, and so the order of all sums, depends on the shape alone, not on the number of threads. */
 
 #include "../core/openmp.h"
-#include "avx512.h"
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "avx512.h"
 #ifdef AVX512
 #include <cpuid.h>
 
 enum { BAND = 128 << 10, SUMS = 360 << 10 }; /* bytes of a band's vectors, and of a unit's sums */
-enum { UNITS = 32, FULL = 42 }; /* units of work at least, if there are images; times SINGLES in one at most */
-enum { PIXELS = 512 }; /* of dy in a unit at least: of fewer, the sums cost more to write and read than to make */
+enum { UNITS = 32, FULL = 42 }; /* units of work that are wanted; times SINGLES in one at most */
+/* Units of work that are wanted even if fewer than PIXELS pixels of dy are in each: then writing and reading the sums
+   takes a good part of the time. */
+enum { THREADS = 8, PIXELS = 512 };
 
 typedef struct {
     int64_t images, rows_in, columns_in, channels_in, rows, columns, channels, kernel_rows, kernel_columns;
@@ -69,7 +71,8 @@ typedef struct {
             EACH for (int i = 0; i < v; i++) _mm512_storeu_ps(sums + j * TILE + i * LANES, sum[j][i]);             \
     }
 KERNELS
-static void (*const kernels[VECTORS][SINGLES])(float *, const uint32_t *, Steps, const uint32_t *, Steps, Extent) = NAMES;
+static void (*const kernels[VECTORS][SINGLES])(float *, const uint32_t *, Steps, const uint32_t *, Steps,
+                                               Extent) = NAMES;
 
 /* Interleaves `count` channels of a pixel of two images; zeros for the second if there is none, and up to `wide`. */
 WIDE static void interleave(uint32_t *out, const uint16_t *first, const uint16_t *second, int64_t count, int64_t wide) {
@@ -187,7 +190,7 @@ static void sum_units(void *data, Thread thread) {
     free(vectors), free(singles);
 }
 
-/* dw, of the sums of all splits in their order. */
+/* Writes dw: adds the sums of all splits in their order. The compiler vectorizes the loops over TILE. */
 WIDE static void write_weights(void *data, Thread thread) {
     Gradient *of = data;
     const Shape *s = &of->s;
@@ -243,15 +246,16 @@ int kasoku_conv_weight_gradient(const Shape *shape, const uint16_t *x, const uin
     int64_t equal = (all_n + (all_n + most - 1) / most - 1) / ((all_n + most - 1) / most);
     of.singles = (equal + SINGLES - 1) / SINGLES * SINGLES;
     of.groups = (all_n + of.singles - 1) / of.singles;
-    of.splits = LEAST(of.pairs, (UNITS + of.tiles * of.groups - 1) / (of.tiles * of.groups));
-    of.splits = MOST(1, LEAST(of.splits, s->images * s->rows * s->columns / PIXELS));
+    int64_t parts = of.tiles * of.groups, full = s->images * s->rows * s->columns / PIXELS;
+    of.splits = MOST((THREADS + parts - 1) / parts, LEAST((UNITS + parts - 1) / parts, full));
+    of.splits = LEAST(of.pairs, of.splits);
     int64_t vector_bytes = TILE * sizeof(uint32_t);
     of.band_rows = s->rows;
     while (of.band_rows > 1 && pixels(&of, of.band_rows, of.x_is_vector) * vector_bytes > BAND)
         of.band_rows = (of.band_rows + 1) / 2;
     int64_t band_bytes = pixels(&of, of.band_rows, of.x_is_vector) * vector_bytes;
     of.band_pairs = of.band_rows < s->rows ? 1 : MOST(1, LEAST(of.pairs, BAND / band_bytes));
-    of.sums = malloc((size_t)(of.tiles * of.groups * of.splits * of.taps * of.singles * TILE) * sizeof(float));
+    of.sums = malloc((size_t)(parts * of.splits * of.taps * of.singles * TILE) * sizeof(float));
     if (!of.sums) return 0;
     run_on_threads(sum_units, &of, threads);
     if (!of.failed) run_on_threads(write_weights, &of, threads);

@@ -1,9 +1,9 @@
 /* GELU and 2x2 max-pools of bfloat16 maps by AVX-512, forward and backward: one pass over memory each. */
 
 #include "../core/openmp.h"
-#include "avx512.h"
 #include <string.h>
 
+#include "avx512.h"
 #ifdef AVX512
 enum { BLOCK = 4096, TERMS = 17 };
 

@@ -7,10 +7,10 @@
    sums depends on the shape alone. Ref: Lavin and Gray 2015 (arXiv 1509.09308). */
 
 #include "../core/openmp.h"
-#include "avx512.h"
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "avx512.h"
 #ifdef AVX512
 enum { PLACES = 16, BLOCK = 384 << 10 /* bytes */ };
 
