@@ -67,8 +67,8 @@ class CpuKernels(Technique, stage=Stage.COMPILE):
     Saves: time.
     Costs: other rounding than torch's: a weight gradient is a float32 sum of exact products; Winograd's algorithm
         rounds sums of four inputs, so maps far from zero lose more digits, and an infinity becomes NaN; GELU is within
-        1e-6 before it is rounded. At most 23 MB of sums, more if a layer's weight is larger, and 32 bytes for each
-        weight of one layer. No second derivatives: leave it out for those.
+        1e-6 before it is rounded. Up to two dozen megabytes of sums, more if a layer's weight is larger, and 32 bytes
+        for each weight of one layer. No second derivatives: leave it out for those.
     """
 
     def apply(self, job: Job) -> None:
