@@ -7,7 +7,8 @@ As root: two ranks in network namespaces of their own, a core and one thread eac
 shaped until the all-reduce of all gradients alone takes as long as forward, backward and update alone (balanced), 2.5
 times as long (comm_bound), or not at all (compute_bound). Interleaved in one run: computing alone (both ranks at once),
 the all-reduce alone, computing beside an all-reduce of unrelated buffers (bound_contended), ours with a barrier, ours
-overlapped, that with sharded updates, and the rivals: DDP with its defaults; DDP with gradient_as_bucket_view and
+overlapped (Planned(shards=True): ranks share updates where the forecast is shorter; ours_shares says whether they do),
+ours with all updates shared (sharded), and the rivals: DDP with its defaults; DDP with gradient_as_bucket_view and
 static_graph, and bucket_cap_mb of 1, 2, 5, 10 and 25, or a list that grows from 1 MiB at the output to 25; FSDP2
 (fully_shard, reshard_after_forward = False) with a group a layer or a group a block. FSDP2 takes contiguous weights
 only, and torch's fused SGD does not take its parameters: its optimizer is the foreach form, of the same maths. A step
@@ -16,8 +17,7 @@ is timed from the start of one forward to the start of another, with the one bef
 (barrier), and behind the next forward too (ours). Without root the ranks meet over loopback, which is not shaped: there
 is almost nothing to hide, so the ratios of these three are null, and only their seconds are there.
 ours_over_best_ddp: the median of ours over the least median of DDP's; ours_over_best_of_all: of all rivals'.
-ours_over_bound: over max(computing, all-reduce). sharded_over_overlap: the median with sharded updates over that of
-ours.
+ours_over_bound: over max(computing, all-reduce). sharded_over_overlap: the median of sharded over that of ours.
 Result: records/. Why it matters: what communication shows is time that all devices lose.
 """
 
@@ -39,12 +39,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cluster import MODES, Side, Transfer, Workload, Wrap, balance, connected, on_hosts, ours, ratio, rounds
 from common import finish, parse, spread
-from kasoku.distributed import OneBucket
+from kasoku.distributed import OneBucket, Planned
 
 BUCKETS_MB = (1, 2, 5, 10, 25)
 GROWING_MB = [1, 2, 4, 8, 16, 25]
 STEPS, BUDGET_S = 3, 300
-OF_ALL = ("ours_over_best_of_all", "best_of_all", "sharded_over_overlap")
+OF_ALL = ("ours_over_best_of_all", "best_of_all", "ours_shares", "sharded_over_overlap")
 CLAIMS = {  # of overlap/MODEL/CASE
     "over_best_ddp": ("ours_over_best_ddp", "all_reduce_over_compute", "best_ddp", *OF_ALL),
     "over_bound": ("ours_over_bound", "bound_contended"),
@@ -92,7 +92,8 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
         alone()
         transfer.wait()
 
-    hidden, barrier = Side(work, comm, ours(comm)), Side(work, comm, ours(comm, next_forward=False))
+    hidden = Side(work, comm, ours(comm, None if own else Planned(shards=True)))
+    barrier = Side(work, comm, ours(comm, next_forward=False))
     for side in (barrier, hidden):
         side.plan()
     sides: dict[str, Callable[[], object]] = {}
@@ -112,10 +113,11 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
     sides = {**bounds, **sides, "barrier": barrier, "ours": hidden}
     seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s)
     if comm.rank == 0:
-        report(case, work, mbit, seconds)
+        plan = hidden.job.kept("overlap").layout.plan
+        report(case, work, mbit, seconds, shares=plan.ranks > 1)
 
 
-def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float]]) -> None:
+def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float]], *, shares: bool) -> None:
     """The figures of the rounds."""
     median = {name: statistics.median(values) for name, values in seconds.items()}
     rivals = [name for name in median if name.startswith(("ddp", "fsdp"))]
@@ -139,6 +141,7 @@ def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float
             "best_of_all": best_of_all,
             "ours_over_best_of_all": round(median["ours"] / median[best_of_all], 4),
             "ours_over_best_of_all_spread": ratio(seconds["ours"], seconds[best_of_all]),
+            "ours_shares": shares,
             "sharded_over_overlap": round(median["sharded"] / median["ours"], 4),
         }
         claims = {f"overlap/{work.model}/{case}/{k}": keys for k, keys in CLAIMS.items()}
