@@ -221,7 +221,7 @@ class StepProfiler:
             if self.shards:
                 sharded = replace(plan, ranks=comm.size, policy=f"{plan.policy}, updates shared")
                 other = forecast(units, tensors, sharded, link, next_forward=next_forward)
-                if other.step_s < _WORTH * seen.step_s:
+                if other.step_s < seen.step_s:
                     plan, seen, late = sharded, other, next_forward
             result = (layers.order, (plan, seen, late, link))
             if now_late is not None:
