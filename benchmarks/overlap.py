@@ -7,17 +7,20 @@ As root: two ranks in network namespaces of their own, a core and one thread eac
 shaped until the all-reduce of all gradients alone takes as long as forward, backward and update alone (balanced), 2.5
 times as long (comm_bound), or not at all (compute_bound). Interleaved in one run: computing alone (both ranks at once),
 the all-reduce alone, computing beside an all-reduce of unrelated buffers (bound_contended), ours with a barrier, ours
-overlapped (Planned(shards=True): ranks share updates where the forecast is shorter; ours_shares says whether they do),
-ours with all updates shared (sharded), and the rivals: DDP with its defaults; DDP with gradient_as_bucket_view and
-static_graph, and bucket_cap_mb of 1, 2, 5, 10 and 25, or a list that grows from 1 MiB at the output to 25; FSDP2
-(fully_shard, reshard_after_forward = False) with a group a layer or a group a block. FSDP2 takes contiguous weights
-only, and torch's fused SGD does not take its parameters: its optimizer is the foreach form, of the same maths. A step
-is timed from the start of one forward to the start of another, with the one before still under way.
+overlapped, that with Planned(shards=True), where ranks share updates if the planner forecasts a shorter step so
+(planned_shares says whether they do), ours with all updates shared (sharded), and the rivals: DDP with its defaults;
+DDP with gradient_as_bucket_view and static_graph, and bucket_cap_mb of 1, 2, 5, 10 and 25, or a list that grows from 1
+MiB at the output to 25; FSDP2 (fully_shard, reshard_after_forward = False) with a group a layer or a group a block.
+FSDP2 takes contiguous weights only, and torch's fused SGD does not take its parameters: its optimizer is the foreach
+form, of the same maths. A step is timed from the start of one forward to the start of another, with the one before
+still under way.
 --own: instead of DDP, what [003] compares: one all-reduce after backward (after), all-reduces behind backward
 (barrier), and behind the next forward too (ours). Without root the ranks meet over loopback, which is not shaped: there
 is almost nothing to hide, so the ratios of these three are null, and only their seconds are there.
 ours_over_best_ddp: the median of ours over the least median of DDP's; ours_over_best_of_all: of all rivals'.
-ours_over_bound: over max(computing, all-reduce). sharded_over_overlap: the median of sharded over that of ours.
+ours_over_bound: over max(computing, all-reduce). planned_over_best_of_all: that of Planned(shards=True); shared updates
+take less than `computing`, so a bound of theirs is lower. sharded_over_overlap: the median of sharded over that of
+ours. FSDP2 is the rival that shares updates.
 Result: records/. Why it matters: what communication shows is time that all devices lose.
 """
 
@@ -44,7 +47,7 @@ from kasoku.distributed import OneBucket, Planned
 BUCKETS_MB = (1, 2, 5, 10, 25)
 GROWING_MB = [1, 2, 4, 8, 16, 25]
 STEPS, BUDGET_S = 3, 300
-OF_ALL = ("ours_over_best_of_all", "best_of_all", "ours_shares", "sharded_over_overlap")
+OF_ALL = ("ours_over_best_of_all", "best_of_all", "sharded_over_overlap", "planned_over_best_of_all", "planned_shares")
 CLAIMS = {  # of overlap/MODEL/CASE
     "over_best_ddp": ("ours_over_best_ddp", "all_reduce_over_compute", "best_ddp", *OF_ALL),
     "over_bound": ("ours_over_bound", "bound_contended"),
@@ -92,8 +95,7 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
         alone()
         transfer.wait()
 
-    hidden = Side(work, comm, ours(comm, None if own else Planned(shards=True)))
-    barrier = Side(work, comm, ours(comm, next_forward=False))
+    hidden, barrier = Side(work, comm, ours(comm)), Side(work, comm, ours(comm, next_forward=False))
     for side in (barrier, hidden):
         side.plan()
     sides: dict[str, Callable[[], object]] = {}
@@ -101,7 +103,9 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
         sides["after"] = Side(work, comm, ours(comm, OneBucket(), next_forward=False))
     else:
         sides["sharded"] = sharded = Side(work, comm, ours(comm, shard=True))
-        sharded.plan()
+        sides["planned"] = planned = Side(work, comm, ours(comm, Planned(shards=True)))
+        for side in (sharded, planned):
+            side.plan()
         viewed = partial(ddp, gradient_as_bucket_view=True, static_graph=True)
         sides["ddp"] = Side(work, comm, ddp())
         sides |= {f"ddp_{mb}": Side(work, comm, viewed(bucket_cap_mb=mb)) for mb in BUCKETS_MB}
@@ -113,8 +117,8 @@ def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
     sides = {**bounds, **sides, "barrier": barrier, "ours": hidden}
     seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s)
     if comm.rank == 0:
-        plan = hidden.job.kept("overlap").layout.plan
-        report(case, work, mbit, seconds, shares=plan.ranks > 1)
+        shares = not own and planned.job.kept("overlap").layout.plan.ranks > 1
+        report(case, work, mbit, seconds, shares=shares)
 
 
 def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float]], *, shares: bool) -> None:
@@ -141,7 +145,9 @@ def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float
             "best_of_all": best_of_all,
             "ours_over_best_of_all": round(median["ours"] / median[best_of_all], 4),
             "ours_over_best_of_all_spread": ratio(seconds["ours"], seconds[best_of_all]),
-            "ours_shares": shares,
+            "planned_shares": shares,
+            "planned_over_best_of_all": round(median["planned"] / median[best_of_all], 4),
+            "planned_over_best_of_all_spread": ratio(seconds["planned"], seconds[best_of_all]),
             "sharded_over_overlap": round(median["sharded"] / median["ours"], 4),
         }
         claims = {f"overlap/{work.model}/{case}/{k}": keys for k, keys in CLAIMS.items()}

@@ -41,7 +41,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def shapes(count: int):
-    """Convolutions of many kinds: (layer, input). The first are cut into several parts along each dimension."""
+    """Convolutions of many kinds: (layer, input). Of the first three, the work is cut into several parts."""
     for images, channels_in, channels, side in ((67, 70, 130, 6), (41, 200, 199, 7), (33, 8, 8, 4)):
         yield nn.Conv2d(channels_in, channels, 3, padding=1, bias=False), bf16(images, channels_in, side, side)
     draw = random.Random(0)

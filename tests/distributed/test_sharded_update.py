@@ -112,7 +112,9 @@ def test_a_sharded_chunk_is_two_transfers_of_half_its_bytes() -> None:
     assert forecast(units, tensors, plan, link).step_s == pytest.approx(step_s)
 
 
-@pytest.mark.parametrize(("update_s", "latency_s", "chosen"), [(5e-2, 1e-5, True), (1e-5, 1e-2, False)])
+@pytest.mark.parametrize(
+    ("update_s", "latency_s", "chosen"), [(5e-2, 1e-5, True), (6e-5, 1e-6, True), (1e-5, 1e-2, False)]
+)
 def test_the_planner_shares_updates_where_that_is_faster(update_s: float, latency_s: float, chosen: bool) -> None:
     def shares(tried: bool) -> bool:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))

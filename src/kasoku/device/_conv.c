@@ -19,10 +19,10 @@
 #include <cpuid.h>
 
 enum { BAND = 128 << 10, SUMS = 360 << 10 }; /* bytes of a band's vectors, and of a unit's sums */
-enum { UNITS = 32, FULL = 42 }; /* units of work that are wanted; times SINGLES in one at most */
-/* Units of work that are wanted even if fewer than PIXELS pixels of dy are in each: then writing and reading the sums
-   takes a good part of the time. */
-enum { THREADS = 8, PIXELS = 512 };
+enum { FULL = 42 }; /* times SINGLES rows of sums in a unit at most */
+/* Work is cut into UNITS if at least PIXELS pixels of dy are in each: with fewer, a good part of the time goes into
+   writing and reading sums. It is cut into THREADS units all the same: as many threads as cpu_kernels.py allows. */
+enum { UNITS = 32, PIXELS = 512, THREADS = 8 };
 
 typedef struct {
     int64_t images, rows_in, columns_in, channels_in, rows, columns, channels, kernel_rows, kernel_columns;
@@ -190,7 +190,7 @@ static void sum_units(void *data, Thread thread) {
     free(vectors), free(singles);
 }
 
-/* Writes dw: adds the sums of all splits in their order. The compiler vectorizes the loops over TILE. */
+/* Writes dw: adds the sums of all splits in their order, in a loop over TILE that the compiler vectorizes. */
 WIDE static void write_weights(void *data, Thread thread) {
     Gradient *of = data;
     const Shape *s = &of->s;

@@ -20,7 +20,7 @@ from kasoku.core.blocks import stays_in_place
 
 _FEW, _SMALL = 64, 16  # channels, pixels along a side: see `CpuKernels`
 _MANY, _TILES, _FULL = 24, 128, 0.6  # channels, tiles, share of a tile: with less, Winograd's algorithm is no faster
-_THREADS = 8  # at most; most weight gradients are at least 8 units of work
+_THREADS = 8  # at most; of 15 images or more, a weight gradient is at least 8 units of work
 _NAMES = ("has_amx", "threads", "conv_weight_gradient", "conv3x3", "gelu", "pool")
 _LAST = torch.channels_last
 _uses_torch = threading.local()  # has `now` within `torch_kernels`
@@ -67,8 +67,9 @@ class CpuKernels(Technique, stage=Stage.COMPILE):
     Saves: time.
     Costs: other rounding than torch's: a weight gradient is a float32 sum of exact products; Winograd's algorithm
         rounds sums of four inputs, so maps far from zero lose more digits, and an infinity becomes NaN; GELU is within
-        1e-6 before it is rounded. Up to two dozen megabytes of sums, more if a layer's weight is larger, and 32 bytes
-        for each weight of one layer. No second derivatives: leave it out for those.
+        1e-6 before it is rounded. Memory, for one layer at a time: sums of up to two dozen megabytes (more if the
+        weight is larger, or windows exceed 15x15), copies of some images for each thread, and 32 bytes for each 3x3
+        window. No second derivatives: leave it out for those.
     """
 
     def apply(self, job: Job) -> None:

@@ -132,7 +132,7 @@ class Planned(Policy):
     Args:
         warm: steps before anything is measured, 0 or more.
         measure: steps of each of the two kinds, at least 1; of a short epoch one in 50 of each, and at least one.
-        shards: share updates (Overlap(shard=true)) if the forecast of that step is shorter.
+        shards: share updates, as Overlap(shard=true) does, where that is forecast to make the step shorter.
 
     Saves: the time that communication shows; see Note: the order matters most.
     Costs: some slower steps at the start, with one more copy of the gradients; then seconds of search. On more than two
