@@ -18,9 +18,9 @@ still under way.
 (barrier), and behind the next forward too (ours). Without root the ranks meet over loopback, which is not shaped: there
 is almost nothing to hide, so the ratios of these three are null, and only their seconds are there.
 ours_over_best_ddp: the median of ours over the least median of DDP's; ours_over_best_of_all: of all rivals'.
-ours_over_bound: over max(computing, all-reduce). planned_over_best_of_all: that of Planned(shards=True); shared updates
-take less than `computing`, so a bound of theirs is lower. sharded_over_overlap: the median of sharded over that of
-ours. FSDP2 is the rival that shares updates.
+planned_over_best_of_all: the median with Planned(shards=True) over that. ours_over_bound: over max(computing,
+all-reduce); ranks that share updates compute less, so it is no bound for them. sharded_over_overlap: the median of
+sharded over that of ours. FSDP2 is the rival that shares updates.
 Result: records/. Why it matters: what communication shows is time that all devices lose.
 """
 

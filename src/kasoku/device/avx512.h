@@ -16,8 +16,7 @@
 #define LEAST(a, b) ((a) < (b) ? (a) : (b))
 #define MOST(a, b) ((a) > (b) ? (a) : (b))
 
-/* A product of matrices keeps SINGLES rows of up to VECTORS registers of sums: LANES float32 each, at
-   most TILE in a row. */
+/* A product of matrices keeps SINGLES rows of up to VECTORS registers of LANES float32 sums. */
 enum { LANES = 16, VECTORS = 4, TILE = LANES * VECTORS, SINGLES = 6 };
 
 /* KERNELS defines kernel_v_n for v registers and n rows, by the including file's KERNEL(v, n); NAMES is their table. */

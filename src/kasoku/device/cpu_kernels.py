@@ -67,8 +67,8 @@ class CpuKernels(Technique, stage=Stage.COMPILE):
     Saves: time.
     Costs: other rounding than torch's: a weight gradient is a float32 sum of exact products; Winograd's algorithm
         rounds sums of four inputs, so maps far from zero lose more digits, and an infinity becomes NaN; GELU is within
-        1e-6 before it is rounded. Memory for a layer: sums of two dozen megabytes (more for large weights and windows),
-        copies of some images for each thread, 32 bytes for each 3x3 window. No second derivatives.
+        1e-6 before it is rounded. A layer takes up to two dozen megabytes of sums (more for large weights or windows),
+        copies of some images for each thread, and 32 bytes for each 3x3 window. No second derivatives.
     """
 
     def apply(self, job: Job) -> None:
