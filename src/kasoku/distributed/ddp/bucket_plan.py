@@ -196,7 +196,7 @@ def _in_order_of_need(units: Sequence[UnitTimes], tensors: Sequence[Sized], link
     whole = sum(t.size for t in tensors)
     sizes = (min(MIB // 4, whole // 256), MIB // 4, MIB, 2 * MIB, 4 * MIB)
     ends = list(itertools.accumulate(unit.backward_s for unit in reversed(units)))[::-1]
-    least = max(2 * MIB, whole // 64)
+    least = max(4 * MIB, whole // 16)  # a chunk; smaller ones cost the processor more: gloo's 1 MiB twice its 8 MiB
     merged = (_merged(_by_unit(tensors), tensors, size) for size in sizes)
     for buckets in dict.fromkeys(ready_order(groups, tensors, "").buckets[::-1] for groups in merged):
         ready_s = [ends[min(tensors[i].unit for i in bucket)] / link.compute_share for bucket in buckets]

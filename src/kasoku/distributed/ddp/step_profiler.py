@@ -29,7 +29,7 @@ from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, S
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
 _KINDS = ("alone", "beside")  # gradients are sent after backward; the same, and compute runs beside transfers
-_CHUNK = 2 * MIB
+_CHUNK = 4 * MIB  # no smaller than a plan's chunks: small ones cost more processor time
 _LONGER = 1.25  # transfers beside compute should take this many times as long
 _MOST = 8  # but have at most this many times the bytes of all gradients
 _LATENCIES = 2  # empty all-reduces that are timed
