@@ -14,10 +14,11 @@ MiB at the output to 25; FSDP2 (fully_shard, reshard_after_forward = False) with
 FSDP2 takes contiguous weights only, and torch's fused SGD does not take its parameters: its optimizer is the foreach
 form, of the same maths. A step is timed from the start of one forward to the start of another, with the one before
 still under way.
---own: instead of DDP, what [003] compares: one all-reduce after backward (after), all-reduces behind backward
+--own: instead of DDP, the sides of [003]: one all-reduce after backward (after), all-reduces behind backward
 (barrier), and behind the next forward too (ours). Without root the ranks meet over loopback, which is not shaped: there
 is almost nothing to hide, so the ratios of these three are null, and only their seconds are there.
-ours_over_best_ddp: the median of ours over the least median of DDP's; ours_over_best_of_all: of all rivals'.
+ours_over_best_ddp: the median of ours over the least median of DDP's; ours_over_best_of_all: over the least of all
+rivals' medians.
 planned_over_best_of_all: the median with Planned(shards=True) over that. ours_over_bound: over max(computing,
 all-reduce); ranks that share updates compute less, so it is no bound for them. sharded_over_overlap: the median of
 sharded over that of ours. FSDP2 is the rival that shares updates.
@@ -80,7 +81,7 @@ def fsdp(by_layer: bool) -> Wrap:
 
 
 def rank_main(case: str, work: Workload, budget_s: float, *, own: bool) -> None:
-    """What each rank does."""
+    """Each rank's part."""
     comm = connected()
     alone = Side(work, comm, lambda model, optimizer: (model, None))
     transfer = Transfer(comm.channel(), alone.model)

@@ -2,14 +2,15 @@
 
     python benchmarks/retune.py [--cases link processor] [--ranks N] [--noise SECONDS]
 
-As root: hosts are network namespaces behind shaped links (cluster.py), each with SHARE of a core. In mid-run a resource
-is halved, and given back later: the links of all hosts, or the processor of the last one. Three trainings take turns, a
-window of 15 steps each:
+As root: hosts are network namespaces behind shaped links (cluster.py), each with SHARE of a core, or of its part of one
+where they outnumber cores. In mid-run a resource is halved, and given back later: all links, or the processor of
+the last host. Three trainings take turns, a window of 15 steps each:
 - retuned: Overlap(retune=True) and Shares(follow=True), begun in the first state.
 - fixed: the same without retuning.
 - tuned: begun in the state that it is timed in, with shares by the ranks' speeds in it.
 retuned_over_tuned: of each state after a change, the median over the windows from 105 to 165 steps after it; the worst
-one (at most 1.08 is wanted). fixed_over_tuned: the same of the training that does not retune.
+one (at most 1.08 is wanted). fixed_over_tuned: the same of the training that does not retune; where it keeps up too, as
+behind a link that was halved, the case says only that retuning does no harm.
 --noise: so many seconds without a change on purpose; changes_made and changes_taken_back of the retuned training.
 Why it matters: links and processors change during a training of hours, and what was chosen in its first steps stays.
 """
@@ -40,7 +41,7 @@ STATES = ("whole", "halved", "given_back")
 
 
 def rank_main(asked: argparse.Namespace) -> None:
-    """What each host does."""
+    """Each host's part."""
     comm = connected()
     share = SHARE * min(1.0, (os.cpu_count() or 1) / asked.ranks)
     folder = limited(share, comm.rank)
@@ -59,7 +60,7 @@ def rank_main(asked: argparse.Namespace) -> None:
 
 
 class Limits:
-    """What a host may use."""
+    """The link and the processor that a host may use."""
 
     def __init__(self, comm: Comm, asked: argparse.Namespace, folder: Any, share: float) -> None:
         self.comm, self.folder, self.share = comm, folder, share
@@ -131,7 +132,7 @@ def windowed(comm: Comm, job: Job) -> float:
 
 
 def changes(job: Job) -> list[dict[str, Any]]:
-    """What the training changed, and what it brought."""
+    """The changes that the training made, with a step's time before and after each."""
     return [*job.kept("shares").changes, *job.kept("overlap").replanning.changes]
 
 

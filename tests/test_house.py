@@ -23,12 +23,12 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2261,  # what a technique says of itself; loops of the user's own
+    "core": 2265,  # what a technique says of itself; loops of the user's own; drift that lasts
     "optim": 1012,
     "models": 842,
     "device": 815,  # convolutions by Winograd's F(2x2, 3x3)
-    "data": 4825,  # images that epochs leave out; folders as they come
-    "distributed": 6007,  # sharded updates; parameters that are frozen in mid-run
+    "data": 4829,  # images that epochs leave out; folders as they come; evaluation is no computing for shares
+    "distributed": 6003,  # sharded updates; parameters that are frozen in mid-run
     "memory": 1870,
     "tracking": 246,  # metrics before open()
     "config": 1522,

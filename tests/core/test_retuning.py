@@ -79,7 +79,7 @@ def test_a_change_that_brought_something_stays(capsys: pytest.CaptureFixture[str
     assert said[1] == "kasoku: a step takes 190.0 ms with the new gears, 200.0 before: they stay"
     assert (gears.gear, len(said)) == (3, 2)
     assert [gears.window((1.0, 1.0), 0.3) for _ in range(50)] == [1] * 50, "the new state is the reference"
-    assert [gears.window(QUIET) for _ in range(2)] == [1, 2], "it is as it was"
+    assert [gears.window(QUIET) for _ in range(3)] == [1, 1, 2], "it is as it was, for a window more than before"
 
 
 def test_a_change_that_brought_less_than_2_percent_is_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,9 +92,9 @@ def test_a_change_that_brought_less_than_2_percent_is_taken_back(capsys: pytest.
     assert [gears.window((1.0, 1.0)) for _ in range(50)] == [1] * 50
 
 
-def test_fruitless_choices_become_rare() -> None:
+def test_the_more_choices_the_longer_drift_must_last() -> None:
     gears, waited = settled(lambda: ""), []
-    for k in range(8):
+    for k in range(11):
         begun, windows = gears.choices, 0
         while gears.choices == begun and windows < 200:
             gears.window((1.0, 1.0 if k % 2 == 0 else 0.5))
@@ -102,9 +102,7 @@ def test_fruitless_choices_become_rare() -> None:
         waited.append(windows)
         for _ in range(3):  # the next reference
             gears.window((1.0, 1.0 if k % 2 == 0 else 0.5))
-    assert waited == sorted(waited)
-    assert waited[:2] == [2, 2]
-    assert waited[-1] >= 64
+    assert waited == [2, 3, 5, 7, 11, 16, 23, 35, 52, 64, 64]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -123,6 +121,18 @@ def test_an_hour_of_heavy_tailed_noise_makes_few_choices(seed: int) -> None:
         tail = rng.paretovariate(1) if rng.random() < 0.05 else 1
         gears.window([x * rng.gauss(1, 0.05) * tail for x in QUIET], 0.1 * rng.gauss(1, 0.02))
     assert gears.choices <= 40
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("windows", [3, 10, 25, 60, 150])
+def test_an_hour_of_a_machine_that_is_slow_by_turns_makes_few_choices(windows: int, seed: int) -> None:
+    """Another program comes and goes, each time for so many windows on average. Some changes are kept by luck."""
+    rng, gears, slow = random.Random(seed), Gears(), False
+    for _ in range(HOUR):
+        slow ^= rng.random() < 1 / windows
+        step_s = (0.1 if slow else 0.068) * rng.gauss(1, 0.03)
+        gears.window((step_s,), step_s)
+    assert gears.choices <= 20
 
 
 def test_resumed_it_goes_on_as_if_nothing_had_happened() -> None:

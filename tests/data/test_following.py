@@ -36,8 +36,13 @@ def made(comm: Comm, follow: bool = True) -> Job:
     return job.apply(Shares(follow=follow), AllReduce())
 
 
-def trained(comm: Comm, speed: Speed, steps: int, stop: int = -1) -> Ended:
-    """Trains with injected times: the step ends for all when the slowest rank has computed. Resumed after `stop`."""
+def trained(
+    comm: Comm, speed: Speed, steps: int, stop: int = -1, evaluation_s: tuple[float, float] = (0.0, 0.0)
+) -> Ended:
+    """Trains with injected times: the step ends for all when the slowest rank has computed. Resumed after `stop`.
+
+    `evaluation_s`: by rank, of an evaluation after each step, in which the faster one waits.
+    """
     comm.clock = clock = VirtualClock()
     job, ended = made(comm), Ended({}, [], [], [])
     while job.steps < steps:
@@ -53,6 +58,10 @@ def trained(comm: Comm, speed: Speed, steps: int, stop: int = -1) -> Ended:
             ended.seen.append(job.plain_loader.index_N.tolist())
             job.optimizer.step()
             job.optimizer.zero_grad()
+            with job.trace.span("evaluate"):
+                clock.seconds += evaluation_s[comm.rank]
+                with job.trace.span("wait"):
+                    clock.seconds += max(evaluation_s) - evaluation_s[comm.rank]
             resumes = step == stop
             if resumes or job.steps == steps:
                 break
@@ -98,6 +107,15 @@ def test_equal_ranks_keep_equal_shares_whatever_the_time() -> None:
     one, _ = run(lambda rank, step: 1.0 if step < 60 else 2.0, 160)
     assert {*one.images} == {16}
     assert not one.changes
+
+
+@pytest.mark.parametrize("evaluation_s", [(0.5, 0.1), (0.1, 0.5)])
+def test_evaluation_between_steps_is_no_computing(evaluation_s: tuple[float, float]) -> None:
+    plain = run(slower_for_a_while, 130)
+    with_it = Threads(2).run(lambda comm: trained(comm, slower_for_a_while, 130, evaluation_s=evaluation_s))
+    assert [rank.images for rank in with_it] == [rank.images for rank in plain]
+    equal = Threads(2).run(lambda comm: trained(comm, lambda rank, step: 1.0, 130, evaluation_s=evaluation_s))
+    assert not equal[0].changes
 
 
 def test_shares_that_bring_nothing_are_taken_back() -> None:

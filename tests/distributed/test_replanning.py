@@ -66,7 +66,7 @@ def test_a_slower_link_gets_buckets_of_its_own_within_100_steps(capsys: pytest.C
     assert max(steps_s[100:]) <= 1.001 * best_s < 0.97 * worst_s
     assert [change["kept"] for change in job.documents["buckets.json"]()["retuned"]] == [True]
     said = capsys.readouterr().err
-    assert "(the link has 6 MB/s)" in said
+    assert "(an all-reduce moves 6 MB/s)" in said
     assert "with the new buckets" in said
     assert said.endswith("they stay\n")
     becomes(job, 0.2)
@@ -171,6 +171,7 @@ def test_two_processes_decide_alike() -> None:
             "cannot be planned again: take buckets = Planned in place of OneBucket",
         ),
         (Overlap(retune=True, shard=True), "buckets cannot be planned again: leave shard out"),
+        (Overlap(Planned(shards=True), retune=True), "leave shard out, and shards of Planned"),
     ],
 )
 def test_where_there_is_no_plan_to_renew_it_says_so(technique: Overlap, line: str) -> None:

@@ -57,6 +57,15 @@ def test_all_ranks_stop_before_the_batch_that_one_of_them_lacks(fails_at: int, r
     assert Threads(3).run(lambda comm: passed(comm, fails_at, rank, ahead)) == [fails_at] * 3
 
 
+def test_where_batches_are_made_anew_those_that_were_sure_may_fail() -> None:
+    def run(comm: Comm) -> int:
+        barrier = BatchBarrier(comm)
+        fails = (InputError("no batch") if comm.rank == 0 and batch == 7 else None for batch in range(20))
+        return next(batch for batch, failure in enumerate(fails) if not barrier.passes(failure, 10, anew=batch == 7))
+
+    assert Threads(3).run(run) == [7] * 3
+
+
 class Noted:
     """A rank that notes at which batch a collective was begun, and at which it was waited for."""
 

@@ -258,9 +258,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if not good or (isinstance(value, bool) and hint is not bool):
             raise InputError(f"{path} = {inline(value)}: {_NAMES[hint]} is wanted, this is {_kind(value)}")
         return float(value) if hint is float else value
-    if isinstance(hint, type):
-        return _build(hint, value, path)
-    return value
+    return _build(hint, value, path) if isinstance(hint, type) else value
 
 
 def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:

@@ -1,7 +1,8 @@
 """Settings that are chosen again in a running training, when what they were chosen for has drifted.
 
-Note: no oscillation. Drift is seen in two windows of steps in a row, on the same side. A change is judged by the steps
-after it, and taken back if it brought nothing; then the next one waits twice as many windows as the last.
+Note: no oscillation. Drift must last, on the same side, for some windows of steps in a row: for two at first, and for
+half as many again with each choice, since noise that lasts as long makes as many changes as it undoes. A change is
+judged by the steps after it, and taken back if it brought nothing.
 """
 
 import itertools
@@ -19,29 +20,30 @@ from kasoku.core.job import Job
 _WINDOW = 15  # steps
 _REFERENCE = 3  # windows
 _WORTH = 0.98  # of the step before a change: the change stays
-_LONGEST_PAUSE = 64  # windows
-_STATE = ("reference", "sides", "changes", "judging", "wait", "pause", "before", "step_s")  # plain values
+_PATIENCE = (2, 64)  # windows, at first and at most
 
 
 class Adaptive:
     """A setting that all ranks choose again together. A subclass has `name`, `values`, `choose` and `take`; and it may
     have `drift`, beyond which a value is far from its reference, and `expected` values as the reference.
 
-    Attributes: `changes`: what they were, and a step's milliseconds before and after. `before`: the setting before.
+    Attributes: `changes`: what each was, a step's milliseconds before and after, and whether it was kept; the last two
+        are None until it is judged. `before`: the setting before.
     """
 
     name = ""  # of the setting, in the plural
     drift = 1.15
     expected: Sequence[float] = ()  # empty: those of the first windows after each choice
+    saved: tuple[str, ...] = ("reference", "lasting", "changes", "judging", "patience", "before", "step_s")
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.job, self.watch = job, Stopwatch(job.clock, device)
         self.moments: list[Any] = []  # the ends of the window's steps, its begin included
         self.reference: list[Sequence[float]] = []  # the values of the first windows since the last choice
-        self.sides: list[int] = []  # of each value in the last window: 1 far above the reference, -1 far below
+        self.lasting: list[int] = []  # of each value: the last windows far above the reference; negative: far below
         self.changes: list[dict[str, Any]] = []
-        self.judging = self.wait = 0  # windows until the verdict; until the setting may be chosen again
-        self.pause = 1  # the next such wait
+        self.judging = 0  # windows until the verdict
+        self.patience: float = _PATIENCE[0]  # for as many windows drift must last
         self.before: Any = None
         self.step_s = 0.0  # of the last window
 
@@ -50,7 +52,7 @@ class Adaptive:
         return 0.0
 
     def values(self, step_s: float, owns: Sequence[float]) -> Sequence[float]:
-        """What is watched for drift, from the step and all ranks' measurements."""
+        """The numbers that are watched for drift, from the seconds of a step and all ranks' measurements."""
         raise NotImplementedError
 
     def choose(self, owns: Sequence[float]) -> None:
@@ -60,7 +62,7 @@ class Adaptive:
         """Goes back to a setting, as plain values. Collective."""
 
     def end_step(self) -> None:
-        """After a step; with each 15th a window ends. Collective."""
+        """After a step. With each 15th a window ends: collective."""
         self.moments.append(self.watch.moment())
         if self.job.steps % _WINDOW or len(self.moments) < 2:
             return
@@ -75,28 +77,23 @@ class Adaptive:
                 self._judge()
         elif not self.expected and len(self.reference) < _REFERENCE:
             self.reference.append(values)
-        elif self._has_drifted(values) and not self.wait:
+        elif self._has_drifted(values):
             self.choose(owns)
-        else:
-            self.wait = max(0, self.wait - 1)
 
     def chosen(self, what: str, before: Any = None) -> None:
-        """A new choice was made: in words, and the setting before it; empty words if there is nothing better."""
-        self.reference, self.sides, self.moments = [], [], [self.watch.moment()]
-        if not what:
-            self.wait, self.pause = self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
-            return
-        self.before, self.judging = before, 2  # the first window settles
-        self.changes.append({"what": what, "before_ms": 1000 * self.step_s, "after_ms": None, "kept": None})
-        say(f"{self.name}: {what}, since a step takes {1000 * self.step_s:.1f} ms", self.job.comm.rank)
+        """Ends a choice. `what`: the change in words; empty if the setting stays. `before`: the setting before."""
+        self.reference, self.lasting, self.moments = [], [], [self.watch.moment()]
+        self.patience = min(_PATIENCE[1], 1.5 * self.patience)
+        if what:
+            self.before, self.judging = before, 2  # the first window settles
+            self.changes.append({"what": what, "before_ms": 1000 * self.step_s, "after_ms": None, "kept": None})
+            say(f"{self.name}: {what}, since a step takes {1000 * self.step_s:.1f} ms", self.job.comm.rank)
 
     def _judge(self) -> None:
         change, after_ms = self.changes[-1], 1000 * self.step_s
         kept = after_ms <= _WORTH * change["before_ms"]
         change.update(after_ms=after_ms, kept=kept)
-        if kept:
-            self.pause = 1
-        else:
+        if not kept:
             self.take(self.before)
             self.chosen("")
         took = f"a step takes {after_ms:.1f} ms with the new {self.name}, {change['before_ms']:.1f} before"
@@ -105,14 +102,15 @@ class Adaptive:
     def _has_drifted(self, values: Sequence[float]) -> bool:
         expected = self.expected or [statistics.fmean(column) for column in zip(*self.reference, strict=True)]
         drifts = [math.log(max(x, 1e-9) / max(mean, 1e-9)) for x, mean in zip(values, expected, strict=True)]
-        limit, before = math.log(self.drift), self.sides
-        self.sides = [(drift > limit) - (drift < -limit) for drift in drifts]
-        return any(a == b != 0 for a, b in zip(before, self.sides, strict=False))
+        limit, before = math.log(self.drift), self.lasting or [0] * len(drifts)
+        sides = [(drift > limit) - (drift < -limit) for drift in drifts]
+        self.lasting = [side + run * (side * run > 0) for side, run in zip(sides, before, strict=True)]
+        return any(abs(run) >= self.patience for run in self.lasting)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _STATE}
+        return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken; `moments` begin anew."""
-        vars(self).update({name: state[name] for name in _STATE})
+        vars(self).update({name: state[name] for name in self.saved})
         self.moments = [self.watch.moment()]

@@ -38,6 +38,12 @@ def replace_call(module: nn.Module, around: Callable[..., Any]) -> Callable[[], 
     return lambda: [vars(m).update(_compiled_call_impl=own) for m in [kept()] if m is not None]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module, or its forward, was compiled (2.13)."""
+    own = vars(module)
+    return hasattr(own.get("forward"), "_torchdynamo_orig_callable") or own.get("_compiled_call_impl") is not None
+
+
 def version(x: Tensor) -> int:
     """How often x was written in place (2.13)."""
     return x._version

@@ -127,10 +127,8 @@ class Planner(BoundToModel):
     def _make_plan(self, x: Tensor) -> None:
         how, freed = Numerics(exact=self.settings.lossless), self.updates.active()
         network = InspectedNetwork(self.job, self.running, x, how=how, gradients_freed=freed, linears=self.linears)
-        if self.settings.budget:
-            plan = network.choose(bytes_of(self.settings.budget), share=BUDGET_SHARE)
-        else:
-            plan = network.choose_for(self.settings.factor or 2.0)
+        most, factor = self.settings.budget, self.settings.factor or 2.0
+        plan = network.choose(bytes_of(most), share=BUDGET_SHARE) if most else network.choose_for(factor)
         network.put(plan)
         self.network, self.plan = network, plan
         if self.settings.show and self.job.comm.rank == 0:

@@ -113,9 +113,8 @@ class ResNet(nn.Module):
 
 def _stage(block: Block, channels_in: int, channels: int, depth: int, *, stride: int) -> nn.Sequential:
     out = channels * block.expansion
-    downsample = None
-    if stride != 1 or channels_in != out:
-        downsample = nn.Sequential(conv(channels_in, out, 1, stride), nn.BatchNorm2d(out))
+    changes = stride != 1 or channels_in != out
+    downsample = nn.Sequential(conv(channels_in, out, 1, stride), nn.BatchNorm2d(out)) if changes else None
     first = block(channels_in, channels, stride, downsample)
     return nn.Sequential(first, *(block(out, channels, 1, None) for _ in range(depth - 1)))
 

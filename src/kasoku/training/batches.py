@@ -209,7 +209,7 @@ def batches(job: Job, activity: Activity, barrier: "BatchBarrier") -> Iterator[B
     if barrier.comm.size == 1 or loader.skipped is None:  # memory does not fail
         yield from own_batches(job.loader, activity)
         return
-    loader.whole_shares = True
+    loader.whole_shares, pipeline = True, loader.pipeline
     with closing(own_batches(job.loader, activity)) as own:  # an error's traceback would keep its threads
         rest = 0  # parts of this rank's share that are still to come: the loader has them all
         while True:
@@ -224,7 +224,9 @@ def batches(job: Job, activity: Activity, barrier: "BatchBarrier") -> Iterator[B
             if not rest:
                 rest = together = loader.parts if loader.at_once else 1
                 with job.trace.span("wait", "the other ranks' input"):
-                    passes = barrier.passes(failure, loader.safe_batches // together)
+                    anew = loader.pipeline is not pipeline  # on all ranks: what was ready is decoded anew
+                    passes = barrier.passes(failure, loader.safe_batches // together, anew=anew)
+                    pipeline = loader.pipeline
                 if not passes:
                     if barrier.comm is job.comm:
                         raise_on_all_ranks(job.comm, failure)
@@ -260,12 +262,15 @@ class BatchBarrier:
         self._values = torch.zeros(0)
         self._batch = self._started = self._sure = 0  # numbers: this batch, that of the exchange, the last sure one
 
-    def passes(self, failure: InputError | None, sure: int) -> bool:
+    def passes(self, failure: InputError | None, sure: int, *, anew: bool = False) -> bool:
         """Whether all ranks have the next batch. Collective: all ranks call it for each batch.
 
         `failure`: why this rank has no batch; of one that was declared sure it is raised at once, on this rank alone.
-        `sure`: how many of the batches after it cannot fail any more.
+        `sure`: how many of the batches after it cannot fail any more. `anew`: none of those before.
         """
+        if anew:
+            self.close()
+            self._sure = self._batch
         self._batch += 1
         if self._batch > self._sure and self._work:
             self._finish()

@@ -92,9 +92,8 @@ class Regrouping:
         self.recipe, self.members, self.snapshots = training.recipe, members, Snapshots(members)
         recipe, first = self.recipe, members.election.first
         self._part, in_turn = part_of(recipe, first), is_asynchronous(recipe, first)
-        self._grouped = recipe
-        if not (in_turn or recipe.device.graphs):
-            self._grouped = replace(recipe, norm_batch=recipe.images_per_norm(first))
+        alike = in_turn or recipe.device.graphs
+        self._grouped = recipe if alike else replace(recipe, norm_batch=recipe.images_per_norm(first))
         most = _MOST if in_turn else recipe.batch // self._part
         facts = json.dumps({"recipe": dumps(recipe), **version_facts()}).encode()
         members.arm(folder, hashlib.sha256(facts).hexdigest(), dead_s=recipe.faults.dead_s, most=most)
@@ -127,10 +126,8 @@ class Regrouping:
         """The same training on the ranks of the new group. Collective."""
         members, recipe = self.members, self.recipe
         comm = members.comm
-        if is_asynchronous(recipe, comm.size):
-            shares = Shares((recipe.batch // members.election.first,) * members.election.first)
-        else:
-            shares = spread(recipe, self._part, comm.size)
+        first, turns = members.election.first, is_asynchronous(recipe, comm.size)
+        shares = Shares((recipe.batch // first,) * first) if turns else spread(recipe, self._part, comm.size)
         self.snapshots.goes_on = True
         new = build(self._grouped, comm, dataset=training.dataset, shares=shares)
         return replace(new, recipe=recipe, snapshots=self.snapshots)
@@ -152,10 +149,8 @@ def _can_go_on(training: Training) -> bool:
     recipe, job = training.recipe, training.job
     size, alike = job.comm.size, not job.plain_loader.shares
     restarted = any(name in os.environ for name in _RESTARTS)
-    if is_asynchronous(recipe, size):
-        shared = job.step_comm.size == 1  # the ranks of a node have places that they would lose
-    else:
-        shared = recipe.batch // part_of(recipe, size) >= size
+    alone = job.step_comm.size == 1  # the ranks of a node have places that they would lose
+    shared = alone if is_asynchronous(recipe, size) else recipe.batch // part_of(recipe, size) >= size
     return recipe.faults.elastic and alike and shared and not (recipe.device.graphs or restarted)
 
 

@@ -61,8 +61,9 @@ class Shares(Technique, stage=Stage.DATA, shares_batch=True, in_sandbox=False):
             takes them one after the other; `kasoku train` sets it where ranks were lost. 0: all ranks take equally
             many parts.
         follow: every 15 steps the ranks compare their computing times. Where the slowest takes 7 % more than the mean,
-            twice in a row, shares follow the speeds, and are taken back unless a step takes 2 % less time. Not with
-            at_once, Asynchronous, AllReduce(exact=true), GrowBatch. Each 15th `optimizer.step()` is then collective.
+            twice in a row (later more often, as in Overlap.retune), shares follow the speeds, and are taken back unless
+            a step takes 2 % less time. Not with at_once, Asynchronous, AllReduce(exact=true), GrowBatch. Each 15th
+            `optimizer.step()` is then collective.
 
     Saves: the time that fast ranks wait for slow ones.
     Costs: BatchNorm's groups are as large as each rank's share, unless shares are multiples of norm_batch. A change of
@@ -148,10 +149,14 @@ class _Following(Adaptive):
                 return
 
     def count_time(self) -> None:
-        """Adds the time since the last batch was handed out, but for what was spent waiting for other ranks."""
-        waits = takewhile(lambda span: span.stop > self.begun_s, reversed(self.job.trace.spans))
-        waited_s = sum(span.stop - span.start for span in waits if span.kind == "wait")
-        self.busy_s += max(0.0, self.job.clock.now() - self.begun_s - waited_s)
+        """Adds the time since the last batch was handed out, but for waits, evaluation and checkpoints."""
+        now_s = earliest_s = self.job.clock.now()
+        idle_s = 0.0
+        for span in takewhile(lambda span: span.stop > self.begun_s, reversed(self.job.trace.spans)):
+            if span.kind in ("wait", "evaluate", "save") and span.start < earliest_s:  # else within a longer one
+                idle_s += min(span.stop, earliest_s) - max(span.start, self.begun_s)
+                earliest_s = span.start
+        self.busy_s += max(0.0, now_s - self.begun_s - idle_s)
         self.begun_s = math.inf
 
     def own(self) -> float:

@@ -149,9 +149,8 @@ def _members(window: _Window) -> Iterator[tuple[str, int, int]]:
     while at < window.whole and (header := _header(window, at)) is not None:
         start, kind = at + BLOCK_BYTES, header.type
         extended = kind in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
-        size = header.size if extended else int(extension.get("size", header.size))
-        if kind in _NO_DATA:
-            size = 0  # no data follows, whatever the header says
+        announced = header.size if extended else int(extension.get("size", header.size))
+        size = 0 if kind in _NO_DATA else announced  # of some kinds no data follows, whatever the header says
         if start + size > window.whole:
             raise window.lacking(start + size)
         if extended:

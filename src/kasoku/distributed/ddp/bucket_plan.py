@@ -130,7 +130,7 @@ class Planned(Policy):
     of Graded. All ranks take the plan that rank 0 finds for the mean of their computing times.
 
     Args:
-        warm: steps before anything is measured, 0 or more.
+        warm: steps after the first one that are not measured yet, 0 or more.
         measure: steps of each of the two kinds, at least 1; of a short epoch one in 50 of each, and at least one.
         shards: share updates, as Overlap(shard=true) does, where that is forecast to make the step shorter.
 
@@ -145,7 +145,7 @@ class Planned(Policy):
     shards: bool = False
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        """What holds until the times are known."""
+        """The plan until the times are known."""
         return Graded().plan(tensors)
 
 

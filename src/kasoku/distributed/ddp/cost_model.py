@@ -150,7 +150,7 @@ def forecast(
             streams.wait(last[bucket if next_forward else buckets[-1]], unit.name)
             streams.compute(sum(shares[i] for i in plan.buckets[bucket]), "update", bucket)
         streams.compute(unit.forward_s, "forward", unit.name)
-    compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s for unit in units)
+    compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s / plan.ranks for unit in units)
     link_s = sum(seconds for _, seconds, _ in streams.chunks)
     return Forecast(streams.now, compute_s, link_s, tuple(streams.spans or ()))
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError, Job
 from kasoku.core.blocks import blocks, ignores_values
+from kasoku.core.torch_internals import is_compiled
 from kasoku.distributed.ddp.cost_model import Sized
 
 
@@ -76,8 +77,7 @@ def _layers(module: nn.Module, seen: set[nn.Module], *, whole: bool) -> Iterator
     if module in seen:
         return
     seen.add(module)
-    compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    whole |= compiled or getattr(module, "_compiled_call_impl", None) is not None
+    whole |= is_compiled(module)
     if own := list(module.parameters(recurse=whole)):
         yield module, own
     for child in module.children() if not whole else ():

@@ -34,9 +34,10 @@ class Overlap(Technique, stage=Stage.COMM, refuses=TWO_AVERAGES, exchanges_gradi
             the layers that need them. For SGD, AdamW, other rules by element, and LARS; see also Planned.shards.
             `job.drain()`, `close()`, every `state_dict()` and the first forward after a step, in evaluation too, are
             then collective: call `job.drain()` on all ranks before one of them uses the model alone.
-        retune: where steps take 15 % more or less time in two windows of 15 steps, layers and link are measured again;
-            a plan that promises 2 % less is tried. Each time the reducer starts anew, without kept errors or factors.
-            Needs Planned; not with shard, Asynchronous, updates in backward.
+        retune: where steps take 15 % more or less time for two windows of 15 steps, and half as many windows more after
+            each choice (64 at most), layers and link are measured again; a plan that promises 2 % less is tried. Each
+            time the reducer starts anew, without kept errors or factors. Needs Planned; not with shard, Planned.shards,
+            Asynchronous, updates in backward.
 
     Saves: the time of communication, as far as compute covers it. Sharded: all but 1/N of updates and their state.
     Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all

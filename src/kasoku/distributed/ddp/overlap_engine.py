@@ -53,13 +53,15 @@ class Engine:
             self.reduce.scale = 1 / ranks.size  # saves a pass over all gradients after the all-reduce
         self.largest = min(settings.reducer.largest(self.comm.size), least_max / self.comm.size)  # 0: not known
         self.decides = vetoed and self.largest > 0
-        self.sharing: SharedUpdates | None = None  # from the first plan that is not measured
         self.lay_out = partial(BucketLayout, layers=self.layers, allocated=self.allocated, notes_ranges=self.decides)
         self.layout = self.lay_out(settings.buckets.plan(self.layers.tensors))
         self.factor: float | None = 1.0  # of this step's gradients; None: no parameter changes
         kind = self.layout.buckets[0].flat.device.type
-        autocast = torch.amp.is_autocast_available(kind)
-        self.full_precision = torch.autocast(kind, enabled=False) if autocast else nullcontext()
+        autocasts = torch.amp.is_autocast_available(kind)
+        self.full_precision = torch.autocast(kind, enabled=False) if autocasts else nullcontext()
+        shard = settings.shard or getattr(settings.buckets, "shards", False)
+        self.shares = SharedUpdates(job, self.comm, self.full_precision, self.reduce.scale) if shard else None
+        self.sharing: SharedUpdates | None = None  # `shares`, from the first plan that is not measured
 
     # ---- in backward
 
@@ -204,28 +206,27 @@ class Engine:
         shard = self.settings.shard or (plan.ranks > 1 and self.settings.buckets.shards)
         plan = replace(plan, ranks=self.comm.size if shard else 1)
         self.late = self.may_be_late and (late or shard)  # the next forward hides gathers
-        self.key_prefix = "planned"
-        self.layout = self.lay_out(plan)
-        if shard:
-            self.sharing = self.sharing or SharedUpdates(self.job, self.comm, self.full_precision, self.reduce.scale)
+        self.layout, self.key_prefix = self.lay_out(plan), "planned"
+        self.sharing = self.shares if shard else None
+        if self.sharing:
             self.sharing.share(self.layout)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, the reducer's state, and what decides on later plans."""
-        searched = {}
-        if self.profiler is None or (self.replanning and self.replanning.measures):
-            searched = self.layout.plan.state_dict(self.late)
+        known = self.profiler is None or (self.replanning and self.replanning.measures)
+        searched = self.layout.plan.state_dict(self.late) if known else {}
         keeps = type(self.reduce).state_dict is not Reduce.state_dict  # by rank, and only one writes the checkpoint
         reduce = self.job.comm.gather_objects(self.reduce.state_dict()) if keeps else []
-        return {"plan": searched, "reduce": reduce, "retune": self.replanning.state_dict() if self.replanning else {}}
+        retune = self.replanning.state_dict() if self.replanning else {}
+        return {"plan": searched, "order": [*self.layers.order], "reduce": reduce, "retune": retune}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with the checkpoint's plan. Raises InputError for a plan of another model."""
-        searched, again = state["plan"], state.get("retune")
-        if searched and isinstance(self.settings.buckets, Planned):
-            self.change_plan(*BucketPlan.of_state(searched, len(self.layers.tensors)))
-        if again and self.replanning:
-            self.replanning.load_state_dict(again)
+        if state["plan"] and isinstance(self.settings.buckets, Planned):
+            self.layers.order = state.get("order", self.layers.order)
+            self.change_plan(*BucketPlan.of_state(state["plan"], len(self.layers.tensors)))
+        if state.get("retune") and self.replanning:
+            self.replanning.load_state_dict(state["retune"])
         states = state["reduce"]
         self.reduce.load_state_dict(states[self.job.comm.rank] if len(states) == self.job.comm.size else {})
 
@@ -233,7 +234,13 @@ class Engine:
 def refuse_retuning(job: Job, buckets: Policy, *, shard: bool, frees: bool) -> None:
     """Raises InputError where buckets cannot be planned again. `frees`: gradients are freed in backward."""
     advice = "" if isinstance(buckets, Planned) else f"take buckets = Planned in place of {type(buckets).__name__}"
-    advice = "leave shard out" if shard else "set in_backward = false in SavedMemory" if frees else advice
+    advice = (
+        "leave shard out, and shards of Planned"
+        if shard
+        else "set in_backward = false in SavedMemory"
+        if frees
+        else advice
+    )
     advice = "leave Asynchronous out" if any(technique.is_asynchronous for technique in job.applied) else advice
     if advice:
         raise InputError(f"Overlap(retune=true): buckets cannot be planned again: {advice}, or set retune = false")
@@ -243,6 +250,7 @@ class Replanning(Adaptive):
     """The buckets of an engine. Attributes: `measures`: the steps now under way are measured for a new plan."""
 
     name = "buckets"
+    saved = (*Adaptive.saved, "measures")  # steps that were being measured are measured again, after the next one
 
     def __init__(self, engine: Engine, policy: Planned) -> None:
         super().__init__(engine.job, engine.layout.buckets[0].flat.device)
@@ -268,18 +276,10 @@ class Replanning(Adaptive):
         plan, engine.forecast, new_late, engine.link = found
         engine.change_plan(plan, new_late)
         what = f"{len(plan.buckets)} in {len(plan.order)} chunks instead of {len(now.buckets)} in {len(now.order)}"
-        self.chosen(f"{what} (the link has {engine.link.bytes_per_s / 1e6:,.0f} MB/s)", now.state_dict(late))
+        self.chosen(f"{what} (an all-reduce moves {engine.link.bytes_per_s / 1e6:,.0f} MB/s)", now.state_dict(late))
 
     def take(self, setting: Any) -> None:
         self.engine.change_plan(*BucketPlan.of_state(setting, len(self.engine.layers.tensors)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "measures": self.measures}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there; steps that were being measured are measured again, after the next one."""
-        super().load_state_dict(state)
-        self.measures = state["measures"]
 
 
 class FreeingEngine(Engine):

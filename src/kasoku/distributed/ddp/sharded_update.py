@@ -46,7 +46,7 @@ def refuse(job: Job, reducer: Reducer, *, frees: bool) -> None:
         advice = 'use sgd, adamw or lars, declare slices = "elements" in the class that defines its step'
         reasons += [f"{type(rule).__name__} is not known to update slices of tensors: {advice}"]
     if reasons:
-        raise InputError(f"Overlap(shard=true): {reasons[0]}, or set shard = false")
+        raise InputError(f"Overlap: shared updates: {reasons[0]}, or set shard = false (and shards, in Planned)")
 
 
 def _slices(optimizer: Optimizer) -> str:
@@ -132,7 +132,7 @@ class SharedUpdates:
 
     def __init__(self, job: Job, comm: Comm, around: AbstractContextManager[Any], scale: float) -> None:
         self.job, self.comm, self.around, self.divisor = job, comm, around, comm.size if scale == 1 else 1
-        self.gathers = comm.channel()
+        self.gathers = comm.channel()  # now, by all ranks together: on resume each takes the plan by itself
         self.shards: dict[Bucket, Shard] = {}
         self._needs_norms = _slices(job.optimizer) == "norms"
         self._chain: Iterator[Work] = iter(())
@@ -178,8 +178,9 @@ class SharedUpdates:
         for bucket, shard in self.shards.items():
             for p, start in shard.starts.items():
                 if p.numel() and p.data_ptr() != shard.flat.data_ptr() + start * shard.flat.element_size():
-                    moved = f"Overlap(shard=true): {self.names[p]} has other memory than at the last step"
-                    raise InputError(f"{moved}: convert the model before apply, or set shard = false")
+                    moved = f"Overlap: shared updates: {self.names[p]} has other memory than at the last step"
+                    advice = "convert the model before apply, or set shard = false (and shards, in Planned)"
+                    raise InputError(f"{moved}: {advice}")
             shard.used = [p for p in bucket.views if p in trained and p not in bucket.idle]
             shard.cut(self.job.optimizer.state)  # now, since a checkpoint's state belongs to the current stream
         self._chain = self._update_all(buckets, hyper, factor)

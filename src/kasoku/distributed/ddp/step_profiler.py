@@ -29,7 +29,7 @@ from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, S
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
 _KINDS = ("alone", "beside")  # gradients are sent after backward; the same, and compute runs beside transfers
-_CHUNK = 4 * MIB  # no smaller than a plan's chunks: small ones cost more processor time
+_CHUNK = 4 * MIB  # the least of a plan's, up to 64 MiB of gradients: small ones cost more processor time
 _LONGER = 1.25  # transfers beside compute should take this many times as long
 _MOST = 8  # but have at most this many times the bytes of all gradients
 _LATENCIES = 2  # empty all-reduces that are timed
@@ -125,14 +125,15 @@ class StepProfiler:
         self.now.called = self.watch.moment()
         if not self.holds_back:
             return
-        self.wait_background()
-        self.now.background_done = self.watch.moment()
-        begin = self.watch.synchronize()
-        for chunk in cut(self.layout.plan.buckets, self.layers.tensors, _CHUNK):
-            self.layout.send(chunk, "measured", self.reduce, self.job.trace)
-        for bucket in self.layout.buckets:
-            bucket.wait()
-        self.now.transfer_s = self.watch.synchronize() - begin
+        with self.job.trace.span("wait", "a measurement of the link"):
+            self.wait_background()
+            self.now.background_done = self.watch.moment()
+            begin = self.watch.synchronize()
+            for chunk in cut(self.layout.plan.buckets, self.layers.tensors, _CHUNK):
+                self.layout.send(chunk, "measured", self.reduce, self.job.trace)
+            for bucket in self.layout.buckets:
+                bucket.wait()
+            self.now.transfer_s = self.watch.synchronize() - begin
 
     def stepped(self) -> bool:
         """`optimizer.step()` has ended; returns whether it was the last step to measure."""
@@ -156,10 +157,12 @@ class StepProfiler:
         last = self.steps["alone"][-1:]
         alone_s = [self.watch.seconds(s.begin, s.called) for s in last] or [0.0]
         sending_s = [s.transfer_s for s in last] or [math.inf]
-        compute_s, negative_s = self.all_reduced([*alone_s, -sending_s[0]], op="max")  # the last rank waits for none
-        if math.isinf(negative_s):  # no rank has seen such a step so far; if none ever does, Overlap prints it
+        with self.job.trace.span("wait", "a measurement of the link"):
+            computes_s, sendings_s = zip(*self.ranks.gather_objects((*alone_s, *sending_s)), strict=True)
+        compute_s, sent_s = max(computes_s), min(sendings_s)  # the last rank waits for none
+        if math.isinf(sent_s):  # no rank has seen such a step so far; if none ever does, Overlap prints it
             return
-        self.sending_s.append(max(-negative_s, 1e-9))
+        self.sending_s.append(max(sent_s, 1e-9))
         if not self.zeros:
             total_bytes = sum(t.size for t in self.layers.tensors)
             flat = self.layout.buckets[0].flat
@@ -172,15 +175,8 @@ class StepProfiler:
             self.background.append(self.reduce(f"beside {part}", self.zeros[part]))
 
     def wait_background(self) -> None:
-        for work in self.background:
-            work.wait()
-        self.background.clear()
-
-    def all_reduced(self, values: Sequence[float], *, op: str) -> list[float]:
-        """The mean or the maximum over ranks."""
-        x = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.ranks.all_reduce(x, op=op).wait()
-        return cast(list[float], x.tolist())
+        while self.background:
+            self.background.pop(0).wait()
 
     # ---- the plan
 
@@ -191,13 +187,10 @@ class StepProfiler:
 
         With `now_late` (whether updates are late now) also None if no plan promises 2 % less time than the present one.
         """
-        layers, comm = self.layers, self.ranks
-        n = len(layers.modules)
+        layers, comm, n = self.layers, self.ranks, len(self.layers.modules)
         alone, beside = (self.steps[kind] for kind in _KINDS)
-        incomplete = not (alone and beside)
-        own = [0.0] * (2 * n + 6) if incomplete else medians(alone, beside, self.watch, n)
-        lacks, *values = self.all_reduced([float(incomplete), *own], op="mean")
-        if lacks:
+        rows = comm.gather_objects(medians(alone, beside, self.watch, n) if alone and beside else None)
+        if None in rows:
             return None
         result: Any = None
         if comm.rank == 0:
@@ -207,6 +200,7 @@ class StepProfiler:
             sizes = [0] * (n + 1)
             for t in tensors:
                 sizes[t.unit] += t.size
+            values = [statistics.fmean(column) for column in zip(*rows, strict=True)]
             *_, update_s, alone_s, beside_s, rest_s = values
             units = [UnitTimes("", values[0], values[n + 1])]
             for i, size in zip(layers.order, sizes[1:], strict=True):

@@ -67,9 +67,8 @@ class Chart:
 def plain(text: object, max_letters: int = 0) -> str:
     """Escapes text, so that plotly shows it literally; cuts it to `max_letters` (0: not cut)."""
     letters = str(text)
-    if max_letters and len(letters) > max_letters:
-        letters = letters[: max_letters - 1] + "…"
-    return html.escape(letters, quote=False)
+    cut = 0 < max_letters < len(letters)
+    return html.escape(letters[: max_letters - 1] + "…" if cut else letters, quote=False)
 
 
 def new_figure(
