@@ -67,7 +67,7 @@ class Limits:
         alone = job_of(comm, images(), asked, ())
         trained(alone, steps=3)
         transfer = Transfer(comm.channel(), alone.model)
-        self.mbit = balance(comm, lambda: trained(alone, steps=2)[1] / 2, transfer.once, asked.ratio)
+        self.mbit = balance(comm, lambda: trained(alone, steps=8)[1] / 8, transfer.once, asked.ratio)
         alone.close()
 
     def set(self, case: str, *, halved: bool) -> None:
