@@ -133,14 +133,17 @@ def technique(name: str, thing: Any, known: dict[str, Any]) -> Iterator[str]:
     lines = [f"- **{word}:** {sentence(notes[word])}" for word in ("Saves", "Costs") if word in notes]
     lines += [f"- **{word}:** {cited(notes[word])}" for word in ("Maths", "Seen", "Ref") if word in notes]
     others = ", ".join(refused(thing, known))
-    lines.append(f"- **Combines with:** all others{f' but {others}' if others else ''}.")
+    told = inspect.getdoc(thing) or ""
+    more = "; its settings name exceptions" if re.search(r"\b[Nn]ot with\b", told) else ""
+    lines.append(f"- **Combines with:** all others{f' but {others}' if others else ''}{more}.")
     if thing.needs_whole_gradients:
         lines.append("- **Updates:** no parameter before all gradients are there, so Overlap waits for all buckets.")
     if thing.vetoes_steps:
         note = "SavedMemory keeps gradients until the step; Overlap waits for all buckets with a lossy reducer only."
         lines.append(f"- **Updates:** {note}")
     when = [text for attribute, text in RANKS.items() if getattr(thing, attribute)]
-    lines.append(f"- **Ranks:** {'; '.join(when) or 'does not communicate'}.")
+    more = "; its settings name exceptions" if "collective" in told and not when else ""
+    lines.append(f"- **Ranks:** {'; '.join(when) or 'does not communicate'}{more}.")
     yield "\n".join(lines)
     yield settings(thing)
 

@@ -18,6 +18,7 @@ from kasoku.training import ensemble
 DIGITS = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 SHORT = ["--set", "epochs=2", "--set", "schedule.epochs=2", "--set", "evaluate.target=0", "--set", "schedule.warmup=0"]
 SHORT += ["--set", "device.threads=1"]
+SMALL = ["--set", "model={use='kasoku.models.cifarnet', widths=[8, 8]}"]
 
 
 def test_members_differ_by_seed_and_make_an_ensemble(tmp_path, capsys):
@@ -72,10 +73,10 @@ def test_a_member_of_another_version_is_not_resumed(tmp_path, capsys):
 
 def test_members_on_files_differ_in_any_setting_and_train_as_if_alone(tmp_path):
     out, alone = tmp_path / "ensemble", tmp_path / "alone"
-    vary = ["--members", "2", "--vary", "optimizer.lr=0.05,0.02", "--vary", "batch=8,12"]
+    vary = [*SMALL, "--members", "2", "--vary", "optimizer.lr=0.05,0.02", "--vary", "batch=8,12"]
     vary += ["--vary", "techniques.0.crop=center,random_resized"]
     second = ["seed=1", "optimizer.lr=0.02", "batch=12", "techniques.0.crop=random_resized"]
-    second = [word for setting in second for word in ("--set", setting)]
+    second = [*SMALL, *(word for setting in second for word in ("--set", setting))]
     assert main(photos_command(tmp_path, *vary, "--quiet", "--out", str(out))) == 0
     assert main(photos_command(tmp_path, *second, "--quiet", "--out", str(alone))) == 0
     ours, wanted = (load_file(run / "model.safetensors") for run in (out / "member-2", alone))
@@ -97,14 +98,13 @@ def test_a_member_that_has_ended_frees_its_images_and_weights(tmp_path, monkeypa
         return result
 
     monkeypatch.setattr(ensemble, "fit", fitted)
-    assert main(photos_command(tmp_path, "--members", "3", "--quiet", "--out", str(tmp_path / "run"))) == 0
+    assert main(photos_command(tmp_path, *SMALL, "--members", "3", "--quiet", "--out", str(tmp_path / "run"))) == 0
     assert len(ended) == 9
 
 
 @pytest.mark.process
 def test_members_stopped_go_on_to_the_same_bits(tmp_path):
-    more = ["--members", "2", "--quiet", "--set", "save.every_steps=1", "--set", "epochs=8"]
-    more += ["--set", "model={use='kasoku.models.cifarnet', widths=[8, 8]}"]
+    more = [*SMALL, "--members", "2", "--quiet", "--set", "save.every_steps=1", "--set", "epochs=8"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(photos_command(tmp_path, *more, "--out", str(whole))) == 0
     process = Forked(photos_command(tmp_path, *more, "--out", str(parts)), clean())

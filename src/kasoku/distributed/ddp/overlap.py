@@ -42,8 +42,8 @@ class Overlap(Technique, stage=Stage.COMM, refuses=TWO_AVERAGES, exchanges_gradi
     Saves: the time of communication, as far as compute covers it. Sharded: all but 1/N of updates and their state.
     Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
         gradients, and a line says so once, beside a technique that needs them whole (clipping), and with fp16 loss
-        scaling where the reducer may make a finite gradient infinite (LowRank). CUDA graphs have no layers to wait for:
-        a backward hides nothing, and late updates end before the model's forward.
+        scaling where the reducer may make a finite gradient infinite (LowRank). With CUDA graphs no layer is waited
+        for: backward hides nothing, and late updates end before the model's forward.
         A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
         Sharded: two collectives a chunk, of the same bytes; a third one a bucket with LARS. While Planned measures,
         and at a checkpoint, which gathers the state, the peak memory is that of whole updates. No GPU has run it.
