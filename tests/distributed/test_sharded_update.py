@@ -151,6 +151,9 @@ def test_a_plan_that_shares_updates_is_resumed_as_the_settings_allow(shards: boo
             again.load_state_dict(state["job"])
         assert (resumed.sharing is not None) == shards
         assert [*resumed.layers.order] == [*engine.layers.order]
+        state["job"]["kept"]["overlap"]["order"] = [0]  # as of a model that was compiled as a whole
+        again.load_state_dict(state["job"])
+        assert [*resumed.layers.order] == [*engine.layers.order]
         contracts.train(again, 2)
         return [contracts.weights(job), contracts.weights(again)]
 

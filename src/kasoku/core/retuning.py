@@ -1,8 +1,8 @@
 """Settings that are chosen again in a running training, when what they were chosen for has drifted.
 
 Note: no oscillation. Drift must last, on the same side, for some windows of steps in a row: for two at first, and for
-half as many again with each choice, since noise that lasts as long makes as many changes as it undoes. A change is
-judged by the steps after it, and taken back if it brought nothing.
+half as many again with each choice and each return, since noise that lasts as long makes as many changes as it undoes.
+A change is judged by the steps after it, and taken back if it brought nothing.
 """
 
 import itertools

@@ -98,7 +98,8 @@ class _Scaler:
         """The factor that unscales this step's gradients; None if those of a rank overflow, and the scale falls."""
         self.decided = True
         flags = torch.cat([overflow, torch.full_like(overflow, float(self.scaled))])
-        self.job.step_comm.all_reduce(flags, op="max").wait()
+        with self.job.trace.span("wait", "an overflow on any rank"):
+            self.job.step_comm.all_reduce(flags, op="max").wait()
         overflows, scaled = flags.tolist()
         scale, factor, self.scaled = self.scale, self.settings.factor, False
         if overflows:

@@ -266,7 +266,7 @@ class BatchBarrier:
         """Whether all ranks have the next batch. Collective: all ranks call it for each batch.
 
         `failure`: why this rank has no batch; of one that was declared sure it is raised at once, on this rank alone.
-        `sure`: how many of the batches after it cannot fail any more. `anew`: none of those before.
+        `sure`: how many of the batches after it cannot fail any more. `anew`: those so far may, on all ranks.
         """
         if anew:
             self.close()

@@ -172,9 +172,10 @@ class _Following(Adaptive):
 
     def choose(self, owns: Sequence[float]) -> None:
         old, new = self.images, by_speed(self.loader.batch, [1 / s for s in owns], unit=self.unit)
-        if new != old:
+        self.lasting = []
+        if new != old:  # else nothing was tried
             self.take(new)
-        self.chosen(f"{' + '.join(map(str, new))} images" if new != old else "", old)
+            self.chosen(f"{' + '.join(map(str, new))} images", old)
 
     def take(self, setting: Any) -> None:
         """Has the loader share the next batches so."""

@@ -169,11 +169,12 @@ class BucketLayout:
         for bucket in self.buckets:
             bucket.idle = frozenset(p for p in bucket.views if not p.requires_grad)
 
-    def fill_missing(self, comm: Comm) -> None:
+    def fill_missing(self, comm: Comm, trace: Trace) -> None:
         """Puts zeros in the place of missing gradients; a parameter without one on all ranks is not updated."""
         present = [float(p.requires_grad and p in bucket.versions) for p, bucket in self.bucket_of.items()]
         used = torch.tensor(present, device=self.buckets[0].flat.device)
-        comm.all_reduce(used, op="max").wait()
+        with trace.span("wait", "parameters without a gradient"):
+            comm.all_reduce(used, op="max").wait()
         idle = frozenset(p for p, u in zip(self.bucket_of, used.tolist(), strict=True) if not u)
         for p in self.missing():
             bucket = self.bucket_of[p]

@@ -109,13 +109,12 @@ class Engine:
             return  # no backward since the last step: nothing changes
         self.layout.refuse_changed(self.layout.buckets)
         if skip_unused:
-            self.layout.fill_missing(self.ranks)
+            self.layout.fill_missing(self.ranks, self.job.trace)
         else:
             self.layout.refuse_missing()
         self.send()
-        late = self.late
+        late = self.late and (self.profiler is None or self.profiler.allows_late_updates)
         if self.profiler is not None:
-            late = late and self.profiler.allows_late_updates
             self.profiler.called()
         self.finish_step(late=late)
         self.sent = 0
@@ -223,7 +222,8 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with the checkpoint's plan. Raises InputError for a plan of another model."""
         if state["plan"] and isinstance(self.settings.buckets, Planned):
-            self.layers.order = state.get("order", self.layers.order)
+            if sorted(order := state.get("order", [])) == [*range(len(self.layers.modules))]:  # compiled as then
+                self.layers.order = order
             self.change_plan(*BucketPlan.of_state(state["plan"], len(self.layers.tensors)))
         if state.get("retune") and self.replanning:
             self.replanning.load_state_dict(state["retune"])
